@@ -66,8 +66,9 @@ def pretend_hopper(
         patch.setattr(module, "is_hopper", lambda device: True)
     # requests are counted in several passes
     for module in (segments, schedule, *CHANGED.values()):
-        if hasattr(module, "REQS_PER_PASS"):
-            patch.setattr(module, "REQS_PER_PASS", gl.constexpr(2))
+        for name in ("REQS_PER_PASS", "REQS_PER_SHORT_PASS"):
+            if hasattr(module, name):
+                patch.setattr(module, name, gl.constexpr(2))
     patch.setattr(invariant, "SPLIT_KEYS", SPLIT_KEYS)
     patch.setattr(PrefixPlan, "split_len", lambda *_: SPLIT_KEYS)
     allocate = workspace._allocate
@@ -431,5 +432,26 @@ CASES = {
     ),
     "latent, two row tiles, several segments": Case(
         "latent", plan_of((2,), (700,), 576, group=40, block_size=64, needle="tile edge")
+    ),
+    # 16 heads: a row tile has 4 query tokens
+    "latent, one to five row tiles": Case(
+        "latent",
+        plan_of(
+            (1, 9, 0, 18, 1, 5), (200, 90, 9, 331, 64, 70), 576, group=16, padding=5,
+            needle="tile edge",
+        ),
+    ),
+    "latent, one to five row tiles, the long request first": Case(
+        "latent",
+        plan_of((18, 1, 1, 9), (331, 500, 3, 90), 576, group=16, needle="first new"),
+        processors=7,
+    ),
+    "latent, two row tiles in three segments each": Case(
+        "latent",
+        plan_of((5, 6, 0, 8), (200, 331, 5, 140), 576, group=16, block_size=64, seed=1),
+        processors=7,
+    ),
+    "latent, more row tiles than processors": Case(
+        "latent", plan_of((30, 29), (100, 231), 576, group=16), processors=3
     ),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from pagetwin.optimized.kernels.sm90.latent.combine import ROWS, latent_combine_kernel
-from pagetwin.optimized.kernels.sm90.latent.config import RANK
+from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.dispatch import PLANS
 from pagetwin.optimized.launch.launcher import Launcher
@@ -106,7 +106,7 @@ def test_a_plan_takes_only_values_that_are_the_first_columns_of_the_keys() -> No
     assert plan.takes(call)
     assert not plan.takes(call._replace(value=call.key[..., 64:]))
     assert not plan.takes(call._replace(scale=-1.0))
-    assert not plan.takes(call._replace(max_query_len=9))
+    assert plan.takes(call._replace(max_query_len=500))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -128,44 +128,50 @@ def test_launches_get_plain_numbers(
 def test_partial_results_are_combined_by_their_log_sum_exp(
     device: torch.device,
 ) -> None:
-    """Requests in one segment keep their rows; rows of no request are cleared."""
+    """Row tiles in one segment keep their rows; rows of no request are cleared."""
     torch.manual_seed(0)
-    heads, lengths = 6, [1, 2, 1, 0, 3]
-    # the third request is whole, the fourth has no queries and no span
-    spans = [(0, 1), (1, 11), (11, 11), (7, 3), (12, 13)]
+    # the third request is in one segment, the fourth has no queries, the last has three row tiles
+    heads, lengths, segments = 40, [1, 1, 1, 0, 4], 14
+    # request, row tile, first and last segment
+    found_splits = [(0, 0, 0, 1), (1, 0, 1, 10), (4, 0, 11, 12), (4, 2, 12, 13)]
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    tokens, rows = int(starts[-1]) + 2, 3 * heads
-    partial = torch.full((14, 2, rows, RANK.value), NAN)
-    partial_lse = torch.full((14, 2, rows), NAN)
-    out = torch.full((tokens, heads, RANK.value), 7.0)
+    tokens = int(starts[-1]) + 2
+    partial = torch.full((segments, 2, BLOCK_M.value, RANK.value), NAN)
+    partial_lse = torch.full((segments, 2, BLOCK_M.value), NAN)
+    splits = torch.full((segments, 4), -1)
+    out = torch.full((tokens * heads, RANK.value), 7.0)
     lse = torch.full((heads, tokens), 7.0)
-    expected, expected_lse = out.clone(), lse.clone()
-    expected[starts[-1] :] = 0
-    expected_lse[:, starts[-1] :] = -torch.inf
-    for start, length, (first, last) in zip(starts, lengths, spans, strict=False):
-        if not length or first == last:
-            continue
+    expected, expected_lse = out.clone(), lse.T.flatten()
+    expected[starts[-1] * heads :] = 0
+    expected_lse[starts[-1] * heads :] = -torch.inf
+    for req, row_tile, first, last in found_splits:
+        skipped = row_tile * BLOCK_M.value
+        rows = min(lengths[req] * heads - skipped, BLOCK_M.value)
+        begin = int(starts[req]) * heads + skipped
+        splits[first, :3] = torch.tensor([last, begin, rows])
         segment = torch.arange(first, last + 1)
-        own = (segment, (segment == first).long(), slice(0, length * heads))
-        values = torch.randn(len(segment), length * heads, RANK.value)
-        sums = 3 * torch.randn(len(segment), length * heads)
+        own = (segment, (segment == first).long(), slice(0, rows))
+        values = torch.randn(len(segment), rows, RANK.value)
+        sums = 3 * torch.randn(len(segment), rows)
         sums[0, 0] = -torch.inf  # a part whose keys are all masked
         partial[own], partial_lse[own] = values, sums
         sums = sums * math.log(2)
         mean = (values * sums.softmax(0)[..., None]).sum(0)
-        expected[start : start + length] = mean.view(length, heads, -1)
-        expected_lse[:, start : start + length] = (
-            sums.logsumexp(0).view(length, heads).T
-        )
-    found, found_lse = out.to(device), lse.to(device)
-    latent_combine_kernel[(len(lengths) + 1, -(-rows // ROWS.value), 1)](
-        found, found_lse, partial.to(device), partial_lse.to(device),
-        torch.tensor(spans, dtype=torch.int32, device=device),
-        starts.int().to(device), len(lengths), heads, tokens, rows,
-        *out.stride()[:2], *lse.stride(),
-    )  # fmt: skip
-    torch.testing.assert_close(found.cpu(), expected)
-    torch.testing.assert_close(found_lse.cpu(), expected_lse)
+        expected[begin : begin + rows] = mean
+        expected_lse[begin : begin + rows] = sums.logsumexp(0)
+    out = out.view(tokens, heads, RANK.value)
+    expected = expected.view_as(out)
+    expected_lse = expected_lse.view(tokens, heads).T
+    # in a launch there may be more programs than row tiles that are split
+    for splits_bound in (len(found_splits), segments):
+        found, found_lse = out.to(device, copy=True), lse.to(device, copy=True)
+        latent_combine_kernel[(BLOCK_M.value // ROWS.value, splits_bound + 1, 1)](
+            found, found_lse, partial.to(device), partial_lse.to(device),
+            splits.int().to(device), starts.int().to(device), len(lengths), heads, tokens,
+            segments, *out.stride()[:2], *lse.stride(),
+        )  # fmt: skip
+        torch.testing.assert_close(found.cpu(), expected)
+        torch.testing.assert_close(found_lse.cpu(), expected_lse)
 
 
 def make_batch(plan: BatchPlan) -> BatchTensors:
@@ -278,6 +284,18 @@ BATCHES = {
         (1, 2) * 130, (2, 3, 65, 17) * 65, needle="last"
     ),
     "bounds above the maxima": BatchPlan((1, 2), (333, 70), spare_max=2, scale=0.1),
+    "a chunk beside decodes": BatchPlan(
+        (1,) * 70 + (301,) + (2,) * 9,
+        (900,) * 40 + (70,) * 30 + (900,) * 10,
+        needle="last",
+    ),
+    "chunks of several lengths": BatchPlan(
+        (7, 90, 0, 33, 500),
+        (300, 90, 5, 700, 511),
+        block_size=64,
+        padding=3,
+        needle="first new",
+    ),
 }
 
 

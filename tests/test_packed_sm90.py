@@ -304,15 +304,14 @@ def test_a_box_has_the_heads_of_a_kv_head_and_a_type_has_powers_of_two() -> None
 def test_a_tensor_map_is_encoded_with_the_true_box(
     sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton.backends.nvidia import driver
-
     made, call = make(5)
     kinds: list[Any] = []
-    monkeypatch.setattr(
-        driver,
-        "make_tensordesc_arg",
-        lambda descriptor, kind: kinds.append((descriptor, kind)) or [1],
-    )
+
+    def encode(descriptor: Any, kind: Any) -> list[int]:
+        kinds.append((descriptor, kind))
+        return [1]
+
+    monkeypatch.setattr(launcher_module, "_find_encoder", lambda: (encode, ()))
     plan = made.packed
     plan.launcher._map_kinds = [{"block_size": list(sizes), "swizzle": 3}] * 4
     for index, tensor in enumerate((call.query, call.key, call.value, call.out)):

@@ -746,7 +746,10 @@ def test_the_plugins_own_classes_are_recorded(
         layer = engine.layers[0]
         engine.layers, layer.impl = [layer], impl
         engine.builder = recorded.get_builder_cls()(
-            MLAAttentionSpec(), LAYERS[:1], vllm_config({LAYERS[0]: layer}), None
+            MLAAttentionSpec(),
+            LAYERS[:1],
+            vllm_config({LAYERS[0]: layer}),
+            torch.device("cpu"),
         )
         impl.bounds = None
         assert impl.recorded_name == LAYERS[0]

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.kv_cache import CacheHalf, NewTokens
 from pagetwin.optimized.launch import dispatch, workspace
-from pagetwin.optimized.launch.attention_call import AttentionCall
+from pagetwin.optimized.launch.attention_call import AttentionCall, round_key_bound
 from pagetwin.optimized.launch.direct_launch import DirectLaunch
 from pagetwin.optimized.launch.launcher import RECORDING, LaunchNote
 from pagetwin.optimized.launch.plan_cache import PlanCache, SignatureCache
@@ -291,7 +292,7 @@ def test_a_signature_has_all_numbers_and_options(machine: Machine) -> None:
     tensors = make_tensors()
     assert sign(tensors) == sign(make_tensors())
     changed: list[dict[str, Any]] = [
-        {"max_query_len": 3}, {"max_key_len": 29}, {"scale": 0.5}, {"more": (16,)},
+        {"max_query_len": 3}, {"max_key_len": 2}, {"scale": 0.5}, {"more": (16,)},
         {"options": AttentionOptions(causal=False)},
     ]  # fmt: skip
     for sinks in (torch.zeros(4), torch.zeros(8)[::2], torch.zeros(4).double()):
@@ -568,45 +569,163 @@ def test_requests_for_workspace_are_noted(monkeypatch: pytest.MonkeyPatch) -> No
 # ---- cache writes
 
 
+WRITE = {
+    "tokens_per_program": 4,
+    "programs_per_token": 2,
+    "new_sizes": ((128, 1), (64, 1)),
+    "cache_sizes": ((16, 1), (8, 1)),
+    "rest": ("strides", "constant"),
+}
+
+
+@pytest.fixture
+def writes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Writes are launched on the pretended GPU too."""
+    monkeypatch.setattr(repeated_write, "INTERPRETED", False)
+    monkeypatch.setattr(repeated_write, "current_device", lambda: machine.device)
+    monkeypatch.setattr(repeated_write, "current_stream", lambda index: machine.stream)
+    monkeypatch.setattr(repeated_write, "is_profiled", lambda: machine.profiled)
+    return machine
+
+
 @pytest.mark.parametrize(
     "shifted", [None, "key", "value_cache", "slot_mapping", "scale"]
 )
 def test_a_repeated_write_takes_aligned_addresses_only(
-    shifted: str | None, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    shifted: str | None, writes: Machine
 ) -> None:
-    monkeypatch.setattr(repeated_write, "current_device", lambda: machine.device)
-    monkeypatch.setattr(repeated_write, "current_stream", lambda index: machine.stream)
-    monkeypatch.setattr(repeated_write, "is_profiled", lambda: machine.profiled)
-    write = RepeatedWrite(
-        direct=DirectLaunch(machine.launch, ("fixed",), True, 0),
-        grid=(3, 2, 1),
-        sizes=((128, 1), (64, 1), (None, 16, 1), (None, 8, 1)),
-        rest=(10, "constant"),
-    )
+    direct = DirectLaunch(writes.launch, ("fixed",), True, 0)
+    write = RepeatedWrite(direct=direct, **WRITE)
 
     def make(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(20, dtype=dtype)[1 if name == shifted else 0 :]
+        return torch.zeros(20, dtype=dtype)[1 if name == shifted else 0 :][:19]
 
     key, value, key_cache, value_cache = (
         make(name, torch.float16)
         for name in ("key", "value", "key_cache", "value_cache")
     )
     slots, scale = make("slot_mapping", torch.int64), make("scale", torch.float32)
+    given = (key, value), (key_cache, value_cache), slots, (scale, 2)
+    assert write.launch(*given) == (shifted is None)
+    writes.profiled = True
+    assert not write.launch(*given)
+    writes.profiled, writes.device = False, 1
+    assert not write.launch(*given)
     tensors = (key, value, key_cache, value_cache, slots)
-    assert write.launch(*tensors, scale, 2) == (shifted is None)
-    machine.profiled = True
-    assert not write.launch(*tensors, scale, 2)
-    machine.profiled, machine.device = False, 1
-    assert not write.launch(*tensors, scale, 2)
     k, v, of_k, of_v, at = (each.data_ptr() for each in tensors)
     arguments = (
         (k, 128, 1),
         (v, 64, 1),
-        (of_k, scale.data_ptr(), None, 16, 1),
-        (of_v, 2.0, None, 8, 1),
+        (of_k, scale.data_ptr(), 16, 1),
+        (of_v, 2.0, 8, 1),
         at,
-        10,
+        19,
+        "strides",
         "constant",
     )
-    expected = [] if shifted else [(3, 2, 1, 5, "fixed", arguments)]
-    assert machine.launched == expected
+    expected = [] if shifted else [(5, 2, 1, 5, "fixed", arguments)]
+    assert writes.launched == expected
+
+
+def test_a_repeated_write_has_the_programs_of_its_own_tokens(writes: Machine) -> None:
+    """Without slots, or with fewer new tokens than slots, it is validated and launched anew."""
+    direct = DirectLaunch(writes.launch, ("fixed",), True, 0)
+    write = RepeatedWrite(direct=direct, **WRITE)
+    cache, slots = torch.zeros(64), torch.zeros(32, dtype=torch.int64)
+    for tokens, others, stored, programs in (
+        (9, 9, 9, 3),
+        (9, 9, 4, 1),
+        (4, 4, 5, None),
+        (9, 8, 8, None),
+        (9, 9, 0, None),
+    ):
+        writes.launched.clear()
+        new = torch.zeros(tokens), torch.zeros(others)
+        given = new, (cache, cache), slots[:stored], (None, None)
+        assert write.launch(*given) == (programs is not None)
+        found = [(each[0], each[-1][5]) for each in writes.launched]
+        assert found == ([] if programs is None else [(programs, stored)])
+
+
+def test_a_signature_of_a_write_has_all_but_its_addresses_and_tokens(
+    writes: Machine,
+) -> None:
+    key, cache = torch.zeros(5, 2, 8), torch.zeros(3, 16, 2, 8)
+    slots, scale = torch.zeros(5, dtype=torch.int64), torch.ones(1)
+
+    def sign(**changes: Any) -> Any:
+        given = {"key": key, "value": key, "k": cache, "v": cache, "slots": slots}
+        given |= {"k_scale": scale, "v_scale": 2.0} | changes
+        new, caches = (given["key"], given["value"]), (given["k"], given["v"])
+        scales = given["k_scale"], given["v_scale"]
+        return repeated_write.sign_write(new, caches, given["slots"], scales)
+
+    assert sign() == sign(key=key[:3], value=key.clone(), slots=slots[:1])
+    changed: list[dict[str, Any]] = []
+    for name in ("key", "value"):
+        for other in (key[:, :1], key.double(), torch.zeros(5, 2, 16)[..., ::2]):
+            changed.append({name: other})
+    for name in ("k", "v"):
+        changed += [{name: each} for each in (cache[:2], cache[:, :8], cache.half())]
+    changed += [{"slots": torch.zeros(10).long()[::2]}, {"slots": slots.int()}]
+    changed += [{"k_scale": None}, {"k_scale": scale.double()}, {"v_scale": 1.0}]
+    found = [sign(), *(sign(**each) for each in changed)]
+    assert None not in found
+    assert len(set(found)) == len(found)
+
+
+def test_a_write_is_recorded_with_what_its_kernel_takes(
+    writes: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: SignatureCache[RepeatedWrite] = SignatureCache(4)
+    direct = DirectLaunch(writes.launch, ("fixed",), True, 0)
+    monkeypatch.setattr(repeated_write, "WRITES", known)
+    monkeypatch.setattr(repeated_write, "find_direct_launch", lambda *_: direct)
+    key, cache, slots = torch.zeros(8, 4), torch.zeros(64), torch.zeros(8).long()
+    arguments = (
+        NewTokens(key, 128, 64, 1),
+        NewTokens(key, 64, 32, 1),
+        CacheHalf(cache, None, None, 512, 16, 8, 1),
+        slots,
+        8,
+        "strides",
+    )
+    repeated_write.record_write(("a",), "compiled", 4, 2, arguments)
+    write = known.get(("a",))
+    assert write is not None
+    assert (write.tokens_per_program, write.programs_per_token) == (4, 2)
+    assert write.new_sizes == ((128, 64, 1), (64, 32, 1))
+    assert write.cache_sizes == ((None, 512, 16, 8, 1),)
+    assert write.rest == ("strides",)
+    at = torch.zeros(9).long()[1:]
+    assert at.data_ptr() % 16
+    for number, given in enumerate(
+        [
+            (None, "compiled", 4, 2, arguments),
+            (("b",), None, 4, 2, arguments),
+            (("c",), "compiled", 4, 2, (*arguments[:3], at, 8)),
+        ]
+    ):
+        repeated_write.record_write(*given)
+        assert known.get(("abc"[number],)) is (write if number == 0 else None)
+
+
+def test_bounds_of_keys_are_rounded_up_as_far_as_the_block_table_allows(
+    machine: Machine,
+) -> None:
+    """The launches of a decode are those of the decode before it, which had one key less."""
+    table = torch.zeros(2, 12, dtype=torch.int32)  # 192 keys
+    tensors = make_tensors(block_table=table)
+
+    def bound(given: int, **changes: Any) -> int:
+        found = make_call(tensors | changes, PLAIN, max_key_len=given)
+        return round_key_bound(found)
+
+    keys = (3, 63, 64, 65, 128, 129, 190, 192)
+    assert [bound(each) for each in keys] == [64, 64, 64, 128, 128, 192, 192, 192]
+    assert [bound(each, block_table=table[:, :5]) for each in (60, 65)] == [64, 80]
+    # new tokens alone, more keys than the table has, ragged keys
+    assert [bound(each) for each in (1, 2, 193)] == [1, 2, 193]
+    assert bound(65, block_table=None) == 65
+    assert sign(tensors, max_key_len=65) == sign(tensors, max_key_len=128)
+    assert sign(tensors, max_key_len=64) != sign(tensors, max_key_len=65)

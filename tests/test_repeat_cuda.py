@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -97,13 +98,40 @@ def write(seed: int, dtype: torch.dtype = BF16, scale: Any = None) -> Call:
     slots = batch.table(1, 100)[0].long()
     scales = [torch.full((1,), 2.0, device="cuda") if scale == "tensor" else scale] * 2
 
-    def call() -> list[Tensor]:
+    def call(tokens: int = 100) -> list[Tensor]:
         for each in caches:
             each.view(torch.uint8).fill_(255)
-        twin.reshape_and_cache(key, value, *caches, slots, *scales)
+        new = key[:tokens], value[:tokens]
+        twin.reshape_and_cache(*new, *caches, slots[:tokens], *scales)
         return [each.view(torch.uint8) for each in caches]
 
     return call
+
+
+def write_latents(
+    seed: int, dtype: torch.dtype = BF16, scale: float | None = None
+) -> Call:
+    batch = Batch(seed)
+    latents, rope = (batch.numbers(100, 1, size)[:, 0] for size in (512, 64))
+    cache = batch.numbers(9, BLOCK_SIZE, 1, 576, dtype=dtype)[:, :, 0]
+    slots = batch.table(1, 100)[0].long()
+    return lambda tokens=100: _write_latents(latents, rope, cache, slots, scale, tokens)
+
+
+def _write_latents(
+    latents: Tensor,
+    rope: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    scale: float | None,
+    tokens: int,
+) -> list[Tensor]:
+    """Write the first of the latents to a cache full of 255."""
+    cache.view(torch.uint8).fill_(255)
+    # rows after the slots are padding of a captured graph
+    rows = min(tokens + 3, len(latents))
+    twin.concat_and_cache_mla(latents[:rows], rope[:rows], cache, slots[:tokens], scale)
+    return [cache.view(torch.uint8)]
 
 
 CASES: dict[str, Callable[[int], Call]] = {
@@ -129,6 +157,8 @@ CASES: dict[str, Callable[[int], Call]] = {
     "write": write,
     "write, FP8": lambda seed: write(seed, FP8, 2.0),
     "write, FP8, scales in memory": lambda seed: write(seed, FP8, "tensor"),
+    "write latents": write_latents,
+    "write latents, FP8": lambda seed: write_latents(seed, FP8, 2.0),
 }
 
 
@@ -149,6 +179,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     watch(dispatch, "attend_anew")
     watch(cascade, "attend_cascade_anew")
     watch(sys.modules[twin.reshape_and_cache.__module__], "check_reshape_and_cache")
+    watch(
+        sys.modules[twin.concat_and_cache_mla.__module__], "check_concat_and_cache_mla"
+    )
     return found
 
 
@@ -194,6 +227,44 @@ def test_a_captured_repeated_call_is_bitwise_equal_in_each_replay(
         graph.replay()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("write")])
+def test_a_repeated_write_of_another_number_of_tokens_is_equal_to_one_through_triton(
+    case: str, planned: list[str]
+) -> None:
+    call: Any = CASES[case](3)
+    for _ in range(3):
+        call()
+    for tokens in (1, 99, 16, 100, 33):
+        planned.clear()
+        found = [each.clone() for each in call(tokens)]
+        assert not planned
+        expected = through_triton(partial(call, tokens))
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_decode_after_a_decode_is_repeated_until_its_bound_is_another_one(
+    planned: list[str],
+) -> None:
+    batch = Batch(4)
+    cache = batch.numbers(24, BLOCK_SIZE, KV_HEADS, 128)
+    query = batch.numbers(2, 4 * KV_HEADS, 128)
+    table, starts = batch.table(2, 12), batch.starts([1, 1])
+    planned_at = []
+    for keys in range(60, 140):
+        lens = torch.full((2,), keys, dtype=torch.int32, device="cuda")
+        planned.clear()
+        call = partial(
+            twin.paged_attention, query, cache, cache, table, starts, lens, 1, keys
+        )
+        found = call()
+        if planned:
+            planned_at.append(keys)
+        assert torch.equal(found, through_triton(lambda call=call: [call()])[0])
+    # twice per bound: the second call is recorded
+    assert len(planned_at) <= 6
 
 
 @pytest.mark.parametrize("is_shared", [False, True])

@@ -197,7 +197,7 @@ def serve_several(
     monkeypatch.setattr(several, "HERE", out)
     asked = argparse.Namespace(
         out=out, work=out, models=models, backends=["FLASH_ATTN"], modes=["eager"],
-        loads=None, runs=1, start_limit=30, limit=30, at_once=at_once,
+        loads=None, runs=1, start_limit=30, limit=30, at_once=at_once, profile=[],
     )  # fmt: skip
     verdict = several.serve(asked, ["3", "5"])
     lines = map(json.loads, (out / "serving.jsonl").open())

@@ -213,7 +213,8 @@ def test_vllm_finds_what_it_requires_of_latent_layers_for_such_ranks(
         # since 0.26 alone
         assert type(impl).supports_dcp is True
         config = vllm_config({"layer": SimpleNamespace(impl=impl)})
-        builder = choose_backend().get_builder_cls()(None, ["layer"], config, None)
+        device = torch.device("cpu")
+        builder = choose_backend().get_builder_cls()(None, ["layer"], config, device)
         # drafts stay decodes
         assert builder.supports_dcp_with_varlen is True
 

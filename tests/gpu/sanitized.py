@@ -238,6 +238,8 @@ GROUPS = {
             for heads, lens in (
                 (16, ([1] * 5, [300, 17, 1, 64, 2000])),
                 (128, ([2, 1], [700, 65])),
+                # row tiles of requests of several lengths
+                (16, ([1, 30, 1, 9], [300, 90, 1700, 700])),
             )
         ),
         (

@@ -173,16 +173,25 @@ def _load(name: str) -> Implementation:
         raise ValueError(f"{IMPLEMENTATION_VARIABLE}: {error}") from error
 
 
-def give_bounds(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+def give_bounds(
+    vllm_config: Any, layer_names: list[str], decode_query_len: int | None = None
+) -> list[Any]:
     """Give the engine's bounds to the layers of those names; return their implementations.
 
     A layer compiles its kernels in the first run that has its cache, which is allocated later. It
     gets the layers of all groups, since it compiles the kernels of some of them at the same time.
+
+    Args:
+        decode_query_len: Optional. New tokens of a request that the layers compute as a decode.
+            If None, one, and one per speculative token.
     """
     context = vllm_config.compilation_config.static_forward_context
     layers = [context[name] for name in layer_names if name in context]
     impls = [each.impl for each in layers if hasattr(each.impl, "bounds")]
     bounds = StepBounds.of(vllm_config)
+    if decode_query_len is not None:
+        longest = max(decode_query_len, bounds.decode_query_len)
+        bounds = replace(bounds, decode_query_len=longest)
     for each in impls:
         each.bounds, each.engine_layers = bounds, tuple(context.values())
     return impls

@@ -1,13 +1,23 @@
-"""Step metadata of latent attention (MLA) for vLLM: vLLM's own, for decodes of any lengths."""
+"""Step metadata of latent attention (MLA) for vLLM: vLLM's own, for decodes of any lengths.
+
+vLLM computes requests with few new tokens as decodes: these attend to the latents themselves, while
+prefills expand the latents of the whole sequence to keys and values.
+"""
 
 from typing import Any, ClassVar
 
+import torch
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
 
 from .builder import CapturesUniformBatches, give_bounds
+from .caches import FP8_NAMES
+from .settings import read_settings
+
+SHORT_PROMPT = 192
+"""New tokens of a request up to which it is computed as a decode on Hopper chips."""
 
 
 class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
@@ -18,6 +28,8 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
+        # vLLM's constructor adds the tokens of speculative decoding
+        self.reorder_batch_threshold = _count_short_prompt(vllm_config, device)
         super().__init__(
             kv_cache_spec,
             layer_names,
@@ -26,7 +38,7 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
             # each new token has its own number of latents on a rank
             supports_dcp_with_varlen=True,
         )
-        give_bounds(vllm_config, layer_names)
+        give_bounds(vllm_config, layer_names, self.reorder_batch_threshold)
 
     def build(
         self,
@@ -36,7 +48,27 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
     ) -> Any:
         """Return vLLM's metadata of a step, with the upper bound of its decodes' new tokens."""
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if metadata.decode is not None:
-            threshold = self.reorder_batch_threshold or 1
-            metadata.decode.max_query_len = min(metadata.max_query_len, threshold)
+        if metadata.num_decodes:
+            starts = common_attn_metadata.query_start_loc_cpu
+            lens = starts[: metadata.num_decodes + 1].diff()
+            # a captured graph has requests without tokens
+            metadata.decode.max_query_len = max(1, int(lens.max()))
         return metadata
+
+
+def _count_short_prompt(vllm_config: Any, device: Any) -> int:
+    """Return the most new tokens of a request that is computed as a decode; 1 for decodes alone.
+
+    Only the Hopper kernel of latent decodes is fast for many rows. It takes no FP8 caches. Ranks
+    that share latents compute a decode of several tokens as several requests.
+    """
+    device = torch.device(device)
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device)[0] != 9
+        or read_settings().implementation != "optimized"
+        or vllm_config.cache_config.cache_dtype in FP8_NAMES
+        or vllm_config.parallel_config.decode_context_parallel_size > 1
+    ):
+        return 1
+    return SHORT_PROMPT

@@ -129,12 +129,12 @@ class Served:
 
     def serve(
         self, shape: tuple[int, int, int], seed: int
-    ) -> tuple[float, list[list[float]], int]:
+    ) -> tuple[float, list[list[float]], dict[str, int]]:
         """Serve requests that arrive at once.
 
         Returns:
             Seconds until the last token, for each request the seconds from the arrival to each of
-            its tokens, and the number of steps.
+            its tokens, and the numbers of steps, of draft tokens and of those that were accepted.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -161,19 +161,29 @@ class Served:
         if has_audio(self.asked.model.name):
             # the host has computed the spectrograms
             start = time.perf_counter()
-        steps = 0
+        counted = {"steps": 0, "drafts": 0, "accepted": 0}
         while engine.has_unfinished_requests():
-            steps += 1
+            counted["steps"] += 1
             for each in engine.step():
                 now = time.perf_counter() - start
-                times[each.request_id] += [now] * len(each.outputs[0].token_ids)
+                new_tokens = len(each.outputs[0].token_ids)
+                times[each.request_id] += [now] * new_tokens
+                counted["accepted"] += new_tokens - 1
+            counted["drafts"] += self.count_drafts()
         synchronize()
-        return time.perf_counter() - start, list(times.values()), steps
+        return time.perf_counter() - start, list(times.values()), counted
+
+    def count_drafts(self) -> int:
+        """Return the draft tokens of the next step."""
+        if self.asked.mode != "speculative":
+            return 0
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        return sum(len(each.spec_token_ids) for each in scheduler.running)
 
     def load(self, name: str, run: str) -> None:
         """Serve a load and write its times. Run "warm" is the first one, beside other work."""
         reqs, length, new = shape = LOADS[name]
-        seconds, times, steps = self.serve(shape, seed=1 if run == "warm" else 2)
+        seconds, times, counted = self.serve(shape, seed=1 if run == "warm" else 2)
         first = [each[0] for each in times]
         per_token = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
         gaps = [b - a for each in times for a, b in pairwise(each)]
@@ -185,7 +195,7 @@ class Served:
             input=length,
             output=new,
             tokens=sum(map(len, times)),
-            steps=steps,
+            **counted,
             seconds=round(seconds, 4),
             output_tokens_per_s=round(reqs * new / seconds, 1),
             first_token_ms=[percentile(first, 0.5), percentile(first, 0.99)],

@@ -191,12 +191,19 @@ DRAFTS: dict[str, Any] = {
     "method": "ngram",
     "num_speculative_tokens": 3,
     "prompt_lookup_max": 3,
-    "prompt_lookup_min": 2,
+    "prompt_lookup_min": 1,
 }
 """Speculative decoding: drafts are the tokens that followed the last ones earlier in the prompt."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-8": LLAMA,
+    # so few words that the prompt has nearly every one, and each step has drafts
+    "llama-8-drafts": {
+        **LLAMA,
+        "vocab_size": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "llama": {**LLAMA, "num_hidden_layers": 32},
     "tiny": {**LLAMA, **SMALL},
     "deep": {**LLAMA, **SMALL, "num_hidden_layers": 32},

@@ -1,6 +1,6 @@
 """Combination of the partial results of the Hopper latent decode kernel, in a launch of its own.
 
-A request that spans several segments has a partial result in each: the normalized rows and their
+A row tile that spans several segments has a partial result in each: the normalized rows and their
 log-sum-exp in base 2. The partials are combined in the order of their keys.
 """
 
@@ -10,11 +10,15 @@ import triton
 import triton.language as tl
 
 from ...softmax import finite, normalize, start_softmax
+from . import config
 
 LN_2 = tl.constexpr(math.log(2.0))
-RANK = tl.constexpr(512)
+RANK = tl.constexpr(config.RANK.value)
+BLOCK_M = tl.constexpr(config.BLOCK_M.value)
 ROWS = tl.constexpr(2)
 """Rows per program."""
+MAX_SEGMENTS = tl.constexpr(256)
+"""More than a Hopper chip has processors, and so than a launch has segments."""
 SPLITS = tl.constexpr(8)
 """Partial results that are loaded at once."""
 
@@ -22,7 +26,7 @@ NUMBERS = [
     "num_reqs",
     "num_heads",
     "num_tokens",
-    "partial_rows",
+    "num_segments",
     "out_stride_token",
     "out_stride_head",
     "lse_stride_head",
@@ -69,12 +73,12 @@ def _fold_partials(acc, l_i, m_i, results, lse):
 
 
 @triton.jit
-def _combine_rows(partial_out, partial_lse, row, is_row, first, last, partial_rows):
+def _combine_rows(partial_out, partial_lse, row, is_row, first, last):
     """Return the combined rows and their log-sum-exp.  # [ROWS, RANK], [ROWS]
 
     Args:
-        row, is_row: [ROWS] rows of the request.
-        first, last: the request's segments.
+        row, is_row: [ROWS] rows of the row tile, of which those of the request are combined.
+        first, last: the row tile's segments.
     """
     column = tl.arange(0, RANK)
     acc, l_i, m_i = start_softmax(ROWS, RANK)
@@ -82,7 +86,7 @@ def _combine_rows(partial_out, partial_lse, row, is_row, first, last, partial_ro
         segment = begin + tl.arange(0, SPLITS)  # [SPLITS]
         is_partial = (segment <= last)[:, None] & is_row[None, :]  # [SPLITS, ROWS]
         partial = segment * 2 + (segment == first).to(tl.int32)
-        offset = partial.to(tl.int64)[:, None] * partial_rows + row[None, :]
+        offset = partial.to(tl.int64)[:, None] * BLOCK_M + row[None, :]
         lse = tl.load(partial_lse + offset, mask=is_partial, other=-float("inf"))
         # [SPLITS, ROWS, RANK]
         results = tl.load(
@@ -94,38 +98,49 @@ def _combine_rows(partial_out, partial_lse, row, is_row, first, last, partial_ro
     return normalize(acc, l_i, m_i)
 
 
+@triton.jit
+def _find_split(splits, index, num_segments):
+    """Return the segment in which split row tile `index` begins; MAX_SEGMENTS if there is none."""
+    segment = tl.arange(0, MAX_SEGMENTS)
+    last = tl.load(splits + 4 * segment, mask=segment < num_segments, other=-1)
+    is_split = last >= 0  # [MAX_SEGMENTS]
+    is_found = is_split & (tl.cumsum(is_split.to(tl.int32), 0) == index + 1)
+    return tl.min(tl.where(is_found, segment, MAX_SEGMENTS), 0)
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def latent_combine_kernel(
     out,
     lse,
     partial_out,
     partial_lse,
-    spans,
+    splits,
     query_start_loc,
     num_reqs,
     num_heads,
     num_tokens,
-    partial_rows,
+    num_segments,
     out_stride_token,
     out_stride_head,
     lse_stride_head,
     lse_stride_token,
 ):
-    """Store the rows of split requests, and clear the rows of no request.
+    """Store the rows of split row tiles, and clear the rows of no request.
 
-    Grid: (num_reqs + 1, groups of ROWS rows). The last request stands for the rows of no request.
+    Grid: (groups of ROWS rows of a row tile, split row tiles + 1). The programs of the last index
+    clear the rows of no request.
 
     Args:
         out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
-        partial_out, partial_lse, spans, partial_rows: see `LatentOutput`.
+        partial_out, partial_lse, splits: see `LatentOutput`.
     """
-    req = tl.program_id(0)
-    group = tl.program_id(1)
+    group = tl.program_id(0)
+    index = tl.program_id(1)
     in_group = tl.arange(0, ROWS)
-    start = tl.load(query_start_loc + req).to(tl.int32)
-    if req == num_reqs:
+    if index == tl.num_programs(1) - 1:
+        start = tl.load(query_start_loc + num_reqs).to(tl.int32)
         end = (num_tokens - start) * num_heads
-        for first_row in range(group * ROWS, end, tl.num_programs(1) * ROWS):
+        for first_row in range(group * ROWS, end, tl.num_programs(0) * ROWS):
             row = first_row + in_group
             _store_rows(
                 out, lse, tl.zeros([ROWS, RANK], tl.float32),
@@ -134,17 +149,16 @@ def latent_combine_kernel(
                 out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
             )  # fmt: skip
     else:
-        query_len = tl.load(query_start_loc + req + 1).to(tl.int32) - start
-        row = group * ROWS + in_group
-        is_row = row < query_len * num_heads
-        first = tl.load(spans + 2 * req)
-        last = tl.load(spans + 2 * req + 1)
-        if (group * ROWS < query_len * num_heads) & (first < last):
+        first = _find_split(splits, index, num_segments)
+        if first < MAX_SEGMENTS:
+            last = tl.load(splits + 4 * first)
+            in_tile = group * ROWS + in_group
+            row = tl.load(splits + 4 * first + 1) + in_tile
+            is_row = in_tile < tl.load(splits + 4 * first + 2)
             result, row_lse = _combine_rows(
-                partial_out, partial_lse, row, is_row, first, last, partial_rows
+                partial_out, partial_lse, in_tile, is_row, first, last
             )
             _store_rows(
-                out, lse, result, row_lse,
-                start + row // num_heads, row % num_heads, is_row,
+                out, lse, result, row_lse, row // num_heads, row % num_heads, is_row,
                 out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
             )  # fmt: skip

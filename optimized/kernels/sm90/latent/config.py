@@ -26,6 +26,8 @@ HALF_BOXES = gl.constexpr(4)
 """Column boxes of a half."""
 REQS_PER_PASS = gl.constexpr(256)
 """Requests whose tiles are counted at once, by every warp for itself."""
+REQS_PER_SHORT_PASS = gl.constexpr(32)
+"""The same while the tiles are computed, when fewer registers are free."""
 
 CONSUMER_REGISTERS = gl.constexpr(200)
 """Registers per thread of consumer 1. Consumer 0 gets what is left, which is more."""
@@ -52,9 +54,9 @@ def p_operand_layout():
 
 
 @gluon.constexpr_function
-def requests_layout(num_warps):
-    """Return the register layout of REQS_PER_PASS requests: each warp has all of them.
+def requests_layout(reqs, num_warps):
+    """Return the register layout of `reqs` requests: each warp has all of them.
 
     Reductions then need no exchange between warps.
     """
-    return gl.BlockedLayout([REQS_PER_PASS.value // 32], [32], [num_warps], [0])
+    return gl.BlockedLayout([reqs // 32], [32], [num_warps], [0])

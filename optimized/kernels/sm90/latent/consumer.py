@@ -23,8 +23,8 @@ from ..config import SWIZZLED
 from ..gluon_names import reinterpret
 from ..pipeline import PipelineState
 from .config import BLOCK_M, BLOCK_N, HALF, ROPE_DIM, STAGES, acc_layout, qk_layout
-from .epilogue import store_half, store_lse
-from .schedule import locate_latent_item
+from .epilogue import store_half, store_lse, store_no_split, store_split
+from .schedule import locate_latent_item, next_unit
 from .softmax import finish_softmax, mask_qk, online_softmax, publish_p
 from .sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
 
@@ -74,19 +74,19 @@ def _view_tiles(shared):
 
 
 @gluon.jit
-def consume_scores(shared, output, batch, segment, row_tile, scale_log2):
+def consume_scores(shared, output, batch, segment, scale_log2):
     """Run warpgroup 0: Q @ K, softmax, and P @ V of the first half of the value columns."""
     tiles = _view_tiles(shared)
     kv_state = PipelineState.start(STAGES)
     q_state = PipelineState.start(1)
-    tile_index = segment.first_tile
-    for req in range(segment.first_req, segment.end_req):
-        item = locate_latent_item(batch, segment, req, tile_index, row_tile)
-        if (row_tile == 0) & (item.begins_here == 1) & (item.num_tiles > 0):
-            last = (tile_index + item.num_tiles - 1) // segment.length
-            gl.store(output.spans + 2 * req, segment.index)
-            gl.store(output.spans + 2 * req + 1, last)
+    store_no_split(output, segment)
+    req, row_tile = segment.req, segment.row_tile
+    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
+    while left > 0:
+        item = locate_latent_item(batch, req, row_tile, skipped, left)
         if item.end > item.begin:
+            if (item.begin == 0) & (item.end < item.num_tiles):
+                store_split(output, batch, segment, item, segment.end - left, row_tile)
             shared.q_pipe.consumer_wait(q_state)
             carry, kv_state = _mainloop(
                 shared, tiles, batch, kv_state, item, row_tile, scale_log2
@@ -102,21 +102,24 @@ def consume_scores(shared, output, batch, segment, row_tile, scale_log2):
             lse = gl.convert_layout(lse, ACC_ROWS)
             store_half(output, batch, segment, item, acc, row_tile, 0)
             store_lse(output, batch, segment, item, lse, row_tile)
-        tile_index += item.num_tiles
+            left -= item.end - item.begin
+            skipped = gl.to_tensor(0)
+        req, row_tile = next_unit(batch, req, row_tile, left == 0)
     # consume the last arrival, so that the named barrier ends as it began
     p_empty_wait()
 
 
 @gluon.jit
-def consume_values(shared, output, batch, segment, row_tile):
+def consume_values(shared, output, batch, segment):
     """Run warpgroup 1: P @ V of the second half of the value columns."""
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
     tiles = _view_tiles(shared)
     kv_state = PipelineState.start(STAGES)
-    tile_index = segment.first_tile
     p_empty_arrive()
-    for req in range(segment.first_req, segment.end_req):
-        item = locate_latent_item(batch, segment, req, tile_index, row_tile)
+    req, row_tile = segment.req, segment.row_tile
+    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
+    while left > 0:
+        item = locate_latent_item(batch, req, row_tile, skipped, left)
         if item.end > item.begin:
             acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_layout())
             for _ in range(item.end - item.begin):
@@ -135,7 +138,9 @@ def consume_values(shared, output, batch, segment, row_tile):
             acc = acc * inverse[:, None]
             p_empty_arrive()
             store_half(output, batch, segment, item, acc, row_tile, 1)
-        tile_index += item.num_tiles
+            left -= item.end - item.begin
+            skipped = gl.to_tensor(0)
+        req, row_tile = next_unit(batch, req, row_tile, left == 0)
 
 
 @gluon.jit

@@ -15,10 +15,11 @@ class LatentOutput(NamedTuple):
     Args:
         out: [tokens, heads, RANK].
         lse: [heads, tokens], or None.
-        partial_out: [segments, 2, partial_rows, RANK] float32.
-        partial_lse: [segments, 2, partial_rows] float32, in base 2.
-        spans: [reqs, 2] int32: first and last segment of each request.
-        partial_rows: rows of a request, at most.
+        partial_out: [segments, 2, BLOCK_M, RANK] float32.
+        partial_lse: [segments, 2, BLOCK_M] float32, in base 2.
+        splits: [segments, 4] int32: the row tile that begins in a segment and ends in a later one.
+            Its last segment, the batch's rows before it, its own rows, and nothing. The first is -1
+            if there is none.
         out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
     """
 
@@ -26,8 +27,7 @@ class LatentOutput(NamedTuple):
     lse: Any
     partial_out: Any
     partial_lse: Any
-    spans: Any
-    partial_rows: Any
+    splits: Any
     out_stride_token: Any
     out_stride_head: Any
     lse_stride_token: Any
@@ -36,9 +36,29 @@ class LatentOutput(NamedTuple):
 
 @gluon.jit
 def _partial_row(output, segment, item, row):
-    """Return the offset of partial rows in [segments, 2, partial_rows]."""
-    partial = segment.index * 2 + item.begins_here
-    return partial.to(gl.int64) * output.partial_rows + row
+    """Return the offset of partial rows in [segments, 2, BLOCK_M]."""
+    partial = segment.index * 2 + (item.begin == 0).to(gl.int32)
+    return partial.to(gl.int64) * BLOCK_M + row
+
+
+@gluon.jit
+def store_no_split(output, segment):
+    """Store that no row tile begins in the segment and ends in a later one, as far as is known."""
+    gl.store(output.splits + 4 * segment.index, -1)
+
+
+@gluon.jit
+def store_split(output, batch, segment, item, tile_index, row_tile):
+    """Store which row tile begins in the segment and ends in a later one, and in which.
+
+    Args:
+        tile_index: index of its first KV tile among all tiles.
+    """
+    end = tile_index + item.num_tiles - segment.line_begin
+    split = output.splits + 4 * segment.index
+    gl.store(split, segment.line_index + (end - 1) // segment.length)
+    gl.store(split + 1, item.query_start * batch.num_heads + row_tile * BLOCK_M)
+    gl.store(split + 2, gl.minimum(item.num_rows, BLOCK_M))
 
 
 @gluon.jit
@@ -50,10 +70,10 @@ def store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constex
     """
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
     is_row = row < item.num_rows
-    row += row_tile * BLOCK_M
     column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout()))
     is_value = is_row[:, None] & (column >= 0)[None, :]
     if item.end - item.begin == item.num_tiles:
+        row += row_tile * BLOCK_M
         token = item.query_start + row // batch.num_heads
         offset = token.to(gl.int64) * output.out_stride_token
         offset += (row % batch.num_heads) * output.out_stride_head
@@ -79,11 +99,11 @@ def store_lse(output, batch, segment, item, lse, row_tile):
     """
     row = gl.arange(0, BLOCK_M, gl.SliceLayout(1, acc_layout()))  # [BLOCK_M]
     is_row = row < item.num_rows
-    row += row_tile * BLOCK_M
     if item.end - item.begin < item.num_tiles:
         offset = _partial_row(output, segment, item, row)
         gl.store(output.partial_lse + offset, lse, mask=is_row)
     elif output.lse is not None:
+        row += row_tile * BLOCK_M
         token = item.query_start + row // batch.num_heads
         offset = token.to(gl.int64) * output.lse_stride_token
         offset += (row % batch.num_heads).to(gl.int64) * output.lse_stride_head

@@ -21,7 +21,7 @@ from ....launch.workspace import find_workspace
 from ..config import LOG2_E, SWIZZLED
 from ..plan import MAX_TENSOR_MAPS, Address
 from ..planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
-from .combine import ROWS, latent_combine_kernel
+from .combine import MAX_SEGMENTS, ROWS, latent_combine_kernel
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
 from .kernel import latent_decode_kernel
 
@@ -34,8 +34,6 @@ get_other_options = attrgetter(*OTHER_OPTIONS)
 WIDTH = RANK.value + ROPE_DIM.value
 SMALL_Q_ROWS = 16
 """Rows of the query box if a tile has no more; otherwise the box has BLOCK_M rows."""
-MAX_ROW_TILES = 16
-"""Row tiles of a request, at most: 8 query tokens of 128 heads."""
 MIN_TILES = 2
 """KV tiles of a segment, at least."""
 
@@ -107,13 +105,11 @@ class LatentDecodePlan:
         """Return whether the kernel takes what a signature leaves out.
 
         That is values that are the cache's first columns, addresses that are multiples of 16, a
-        positive scale, few rows per request, and sizes within 32 bits.
+        positive scale, and sizes within 32 bits.
         """
         query, key, value, block_table = call[:4]
         lse = call.lse
         if key.data_ptr() != value.data_ptr() or not 1e-20 < call.scale < 1e20:
-            return False
-        if call.max_query_len * self.num_heads > MAX_ROW_TILES * BLOCK_M.value:
             return False
         if (query.data_ptr() | key.data_ptr() | call.out.data_ptr()) % 16:
             return False
@@ -142,17 +138,14 @@ class LatentDecodePlan:
         assert block_table is not None
         num_reqs = starts.shape[0] - 1
         request_rows = call.max_query_len * self.num_heads
-        row_tiles = -(-request_rows // BLOCK_M.value)
-        max_tiles = num_reqs * max(1, -(-call.max_key_len // BLOCK_N.value))
-        segments = max(1, count_processors(query.device) // row_tiles)
-        segments = min(segments, max(1, max_tiles // MIN_TILES))
-        # both begin at a multiple of 16 bytes
-        partials = -(-segments * 2 * request_rows // 4) * 4
-        spans = -(-2 * num_reqs // 4) * 4
-        numbers = find_workspace(query.device, 0, spans + partials * (RANK.value + 1))[
-            1
-        ]
-        partial_lse, partial_out = numbers[spans:], numbers[spans + partials :]
+        max_row_tiles = -(-request_rows // BLOCK_M.value)
+        max_tiles = max_row_tiles * max(1, -(-call.max_key_len // BLOCK_N.value))
+        segments = max(1, num_reqs * max_tiles // MIN_TILES)
+        segments = min(segments, count_processors(query.device), MAX_SEGMENTS.value)
+        partials, splits = segments * 2 * BLOCK_M.value, 4 * segments
+        size = splits + partials * (RANK.value + 1)
+        numbers = find_workspace(query.device, 0, size)[1]
+        partial_lse, partial_out = numbers[splits:], numbers[splits + partials :]
         q_rows = SMALL_Q_ROWS if request_rows <= SMALL_Q_ROWS else BLOCK_M.value
         launcher = self.launcher(q_rows)
         strides = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
@@ -167,14 +160,13 @@ class LatentDecodePlan:
         if launcher.is_ready:
             maps = make_maps(query.data_ptr(), key.data_ptr())
         launcher(
-            (row_tiles, segments, 1),
+            (segments, 1, 1),
             [0 if each is None else each.data_ptr() for each in (*outputs, *others)],
             (call.scale * LOG2_E.value,),
             (
                 num_reqs,
                 self.num_heads,
                 MIN_TILES,
-                request_rows,
                 self.kv_block_rows,
                 *strides,
                 block_table.stride(0),
@@ -184,11 +176,12 @@ class LatentDecodePlan:
             make_maps,
         )
         tensors = (*outputs, starts)
+        groups = -(-min(request_rows, BLOCK_M.value) // ROWS.value)
         self._combiner(
-            (num_reqs + 1, -(-request_rows // ROWS.value), 1),
+            (groups, min(segments, num_reqs * max_row_tiles) + 1, 1),
             [0 if each is None else each.data_ptr() for each in tensors],
             (),
-            (num_reqs, self.num_heads, query.shape[0], request_rows, *strides),
+            (num_reqs, self.num_heads, query.shape[0], segments, *strides),
             tensors,
         )
 
@@ -264,7 +257,7 @@ class LatentDecodePlan:
 
 
 def _lower_outputs(*tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors of a launch with the spans, the fifth, as int32."""
+    """Return the tensors of a launch with the splits, the fifth, as int32."""
     return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
 
 

@@ -6,8 +6,8 @@
 | 4 | consumer 1: P @ V of value columns 256 to 511 | consumer.py |
 | 1 | producer: loads Q and the KV tiles by TMA | producer.py |
 
-A latent vector is loaded once and is key and value of all heads. Grid: (row tiles, segments). The
-row tiles of a request run at the same time, so the second one reads the latents from the L2 cache.
+A latent vector is loaded once and is key and value of all heads. Grid: one program per segment of
+`schedule.py`.
 """
 
 from triton.experimental import gluon
@@ -40,7 +40,6 @@ NUMBERS = [
     "num_reqs",
     "num_heads",
     "min_tiles",
-    "partial_rows",
     "kv_block_rows",
     "out_stride_token",
     "out_stride_head",
@@ -53,7 +52,7 @@ POINTERS = [
     "lse",
     "partial_out",
     "partial_lse",
-    "spans",
+    "splits",
     "block_table",
     "query_start_loc",
     "seq_lens",
@@ -100,7 +99,7 @@ def latent_decode_kernel(
     lse,
     partial_out,
     partial_lse,
-    spans,
+    splits,
     block_table,
     query_start_loc,
     seq_lens,
@@ -108,7 +107,6 @@ def latent_decode_kernel(
     num_reqs,
     num_heads,
     min_tiles,
-    partial_rows,
     kv_block_rows,
     out_stride_token,
     out_stride_head,
@@ -122,7 +120,7 @@ def latent_decode_kernel(
     Args:
         q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
         kv_desc: tensor map of the cache as rows.
-        out, lse, partial_out, partial_lse, spans, partial_rows: `LatentOutput`.
+        out, lse, partial_out, partial_lse, splits: `LatentOutput`.
         block_table, query_start_loc, seq_lens: `LatentBatchArgs`.
         scale_log2: the scale of the dot products times log2(e), positive.
         min_tiles: KV tiles of a segment, at least.
@@ -137,27 +135,23 @@ def latent_decode_kernel(
         lse,
         partial_out,
         partial_lse,
-        spans,
-        partial_rows,
+        splits,
         out_stride_token,
         out_stride_head,
         lse_stride_token,
         lse_stride_head,
     )
     kv = TmaTensor(kv_desc, kv_block_rows, 0, 0)
-    row_tile = gl.program_id(0)
-    segment = find_latent_segment(
-        batch, gl.program_id(1), gl.num_programs(1), min_tiles
-    )
+    segment = find_latent_segment(batch, min_tiles)
     shared = _allocate(
         kv_desc.dtype, q_desc.block_type.shape[0], kv_desc.block_type.shape[0]
     )
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume_scores, (shared, output, batch, segment, row_tile, scale_log2)),
-            (consume_values, (shared, output, batch, segment, row_tile)),
-            (produce, (shared, batch, q_desc, kv, segment, row_tile, BLOCK_SIZE)),
+            (consume_scores, (shared, output, batch, segment, scale_log2)),
+            (consume_values, (shared, output, batch, segment)),
+            (produce, (shared, batch, q_desc, kv, segment, BLOCK_SIZE)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

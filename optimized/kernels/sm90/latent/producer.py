@@ -25,11 +25,11 @@ from .config import (
     ROPE_DIM,
     STAGES,
 )
-from .schedule import locate_latent_item
+from .schedule import locate_latent_item, next_unit
 
 
 @gluon.jit
-def produce(shared, batch, q_desc, kv, segment, row_tile, BLOCK_SIZE: gl.constexpr):
+def produce(shared, batch, q_desc, kv, segment, BLOCK_SIZE: gl.constexpr):
     """Run the producer warp: load Q and the KV tiles of every work item of the segment.
 
     Args:
@@ -38,15 +38,18 @@ def produce(shared, batch, q_desc, kv, segment, row_tile, BLOCK_SIZE: gl.constex
     kv_state = PipelineState.start(STAGES)
     q_state = PipelineState.start(1)
     tail_state = PipelineState.start(1)
-    tile_index = segment.first_tile
-    for req in range(segment.first_req, segment.end_req):
-        item = locate_latent_item(batch, segment, req, tile_index, row_tile)
+    req, row_tile = segment.req, segment.row_tile
+    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
+    while left > 0:
+        item = locate_latent_item(batch, req, row_tile, skipped, left)
         if item.end > item.begin:
             kv_state, q_state, tail_state = _load_item(
                 shared, batch, q_desc, kv, kv_state, q_state, tail_state, item, row_tile,
                 BLOCK_SIZE,
             )  # fmt: skip
-        tile_index += item.num_tiles
+            left -= item.end - item.begin
+            skipped = gl.to_tensor(0)
+        req, row_tile = next_unit(batch, req, row_tile, left == 0)
 
 
 @gluon.jit
