@@ -168,7 +168,7 @@ def test_partial_results_are_combined_by_their_log_sum_exp(
         latent_combine_kernel[(BLOCK_M.value // ROWS.value, splits_bound + 1, 1)](
             found, found_lse, partial.to(device), partial_lse.to(device),
             splits.int().to(device), starts.int().to(device), len(lengths), heads, tokens,
-            segments, *out.stride()[:2], *lse.stride(),
+            BLOCK_M.value, segments, *out.stride()[:2], *lse.stride(),
         )  # fmt: skip
         torch.testing.assert_close(found.cpu(), expected)
         torch.testing.assert_close(found_lse.cpu(), expected_lse)

@@ -16,7 +16,7 @@ from .builder import CapturesUniformBatches, give_bounds
 from .caches import FP8_NAMES
 from .settings import read_settings
 
-SHORT_PROMPT = 192
+SHORT_PROMPT = 128
 """New tokens of a request up to which it is computed as a decode on Hopper chips."""
 
 

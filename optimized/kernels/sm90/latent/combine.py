@@ -14,18 +14,18 @@ from . import config
 
 LN_2 = tl.constexpr(math.log(2.0))
 RANK = tl.constexpr(config.RANK.value)
-BLOCK_M = tl.constexpr(config.BLOCK_M.value)
-ROWS = tl.constexpr(2)
+ROWS = tl.constexpr(1)
 """Rows per program."""
 MAX_SEGMENTS = tl.constexpr(256)
 """More than a Hopper chip has processors, and so than a launch has segments."""
-SPLITS = tl.constexpr(8)
+SPLITS = tl.constexpr(16)
 """Partial results that are loaded at once."""
 
 NUMBERS = [
     "num_reqs",
     "num_heads",
     "num_tokens",
+    "partial_rows",
     "num_segments",
     "out_stride_token",
     "out_stride_head",
@@ -73,7 +73,7 @@ def _fold_partials(acc, l_i, m_i, results, lse):
 
 
 @triton.jit
-def _combine_rows(partial_out, partial_lse, row, is_row, first, last):
+def _combine_rows(partial_out, partial_lse, partial_rows, row, is_row, first, last):
     """Return the combined rows and their log-sum-exp.  # [ROWS, RANK], [ROWS]
 
     Args:
@@ -86,7 +86,7 @@ def _combine_rows(partial_out, partial_lse, row, is_row, first, last):
         segment = begin + tl.arange(0, SPLITS)  # [SPLITS]
         is_partial = (segment <= last)[:, None] & is_row[None, :]  # [SPLITS, ROWS]
         partial = segment * 2 + (segment == first).to(tl.int32)
-        offset = partial.to(tl.int64)[:, None] * BLOCK_M + row[None, :]
+        offset = partial.to(tl.int64)[:, None] * partial_rows + row[None, :]
         lse = tl.load(partial_lse + offset, mask=is_partial, other=-float("inf"))
         # [SPLITS, ROWS, RANK]
         results = tl.load(
@@ -119,6 +119,7 @@ def latent_combine_kernel(
     num_reqs,
     num_heads,
     num_tokens,
+    partial_rows,
     num_segments,
     out_stride_token,
     out_stride_head,
@@ -132,7 +133,7 @@ def latent_combine_kernel(
 
     Args:
         out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
-        partial_out, partial_lse, splits: see `LatentOutput`.
+        partial_out, partial_lse, splits, partial_rows: see `LatentOutput`.
     """
     group = tl.program_id(0)
     index = tl.program_id(1)
@@ -156,7 +157,7 @@ def latent_combine_kernel(
             row = tl.load(splits + 4 * first + 1) + in_tile
             is_row = in_tile < tl.load(splits + 4 * first + 2)
             result, row_lse = _combine_rows(
-                partial_out, partial_lse, in_tile, is_row, first, last
+                partial_out, partial_lse, partial_rows, in_tile, is_row, first, last
             )
             _store_rows(
                 out, lse, result, row_lse, row // num_heads, row % num_heads, is_row,

@@ -15,11 +15,12 @@ class LatentOutput(NamedTuple):
     Args:
         out: [tokens, heads, RANK].
         lse: [heads, tokens], or None.
-        partial_out: [segments, 2, BLOCK_M, RANK] float32.
-        partial_lse: [segments, 2, BLOCK_M] float32, in base 2.
+        partial_out: [segments, 2, partial_rows, RANK] float32.
+        partial_lse: [segments, 2, partial_rows] float32, in base 2.
         splits: [segments, 4] int32: the row tile that begins in a segment and ends in a later one.
             Its last segment, the batch's rows before it, its own rows, and nothing. The first is -1
             if there is none.
+        partial_rows: rows of a row tile, at most.
         out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
     """
 
@@ -28,6 +29,7 @@ class LatentOutput(NamedTuple):
     partial_out: Any
     partial_lse: Any
     splits: Any
+    partial_rows: Any
     out_stride_token: Any
     out_stride_head: Any
     lse_stride_token: Any
@@ -36,9 +38,9 @@ class LatentOutput(NamedTuple):
 
 @gluon.jit
 def _partial_row(output, segment, item, row):
-    """Return the offset of partial rows in [segments, 2, BLOCK_M]."""
+    """Return the offset of partial rows in [segments, 2, partial_rows]."""
     partial = segment.index * 2 + (item.begin == 0).to(gl.int32)
-    return partial.to(gl.int64) * BLOCK_M + row
+    return partial.to(gl.int64) * output.partial_rows + row
 
 
 @gluon.jit
@@ -83,6 +85,7 @@ def store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constex
         )
         gl.store(address, acc.to(output.out.dtype.element_ty), mask=is_value)
     else:
+        is_value = is_value & (row < output.partial_rows)[:, None]
         offset = _partial_row(output, segment, item, row) * RANK
         partial = gl.multiple_of(
             output.partial_out + offset[:, None] + column[None, :], [1, 16]
@@ -101,6 +104,7 @@ def store_lse(output, batch, segment, item, lse, row_tile):
     is_row = row < item.num_rows
     if item.end - item.begin < item.num_tiles:
         offset = _partial_row(output, segment, item, row)
+        is_row = is_row & (row < output.partial_rows)
         gl.store(output.partial_lse + offset, lse, mask=is_row)
     elif output.lse is not None:
         row += row_tile * BLOCK_M

@@ -142,7 +142,9 @@ class LatentDecodePlan:
         max_tiles = max_row_tiles * max(1, -(-call.max_key_len // BLOCK_N.value))
         segments = max(1, num_reqs * max_tiles // MIN_TILES)
         segments = min(segments, count_processors(query.device), MAX_SEGMENTS.value)
-        partials, splits = segments * 2 * BLOCK_M.value, 4 * segments
+        partial_rows = min(request_rows, BLOCK_M.value)
+        # partial results begin at a multiple of 16 bytes
+        partials, splits = -(-segments * 2 * partial_rows // 4) * 4, 4 * segments
         size = splits + partials * (RANK.value + 1)
         numbers = find_workspace(query.device, 0, size)[1]
         partial_lse, partial_out = numbers[splits:], numbers[splits + partials :]
@@ -167,6 +169,7 @@ class LatentDecodePlan:
                 num_reqs,
                 self.num_heads,
                 MIN_TILES,
+                partial_rows,
                 self.kv_block_rows,
                 *strides,
                 block_table.stride(0),
@@ -176,12 +179,22 @@ class LatentDecodePlan:
             make_maps,
         )
         tensors = (*outputs, starts)
-        groups = -(-min(request_rows, BLOCK_M.value) // ROWS.value)
         self._combiner(
-            (groups, min(segments, num_reqs * max_row_tiles) + 1, 1),
+            (
+                -(-partial_rows // ROWS.value),
+                min(segments, num_reqs * max_row_tiles) + 1,
+                1,
+            ),
             [0 if each is None else each.data_ptr() for each in tensors],
             (),
-            (num_reqs, self.num_heads, query.shape[0], segments, *strides),
+            (
+                num_reqs,
+                self.num_heads,
+                query.shape[0],
+                partial_rows,
+                segments,
+                *strides,
+            ),
             tensors,
         )
 

@@ -40,6 +40,7 @@ NUMBERS = [
     "num_reqs",
     "num_heads",
     "min_tiles",
+    "partial_rows",
     "kv_block_rows",
     "out_stride_token",
     "out_stride_head",
@@ -107,6 +108,7 @@ def latent_decode_kernel(
     num_reqs,
     num_heads,
     min_tiles,
+    partial_rows,
     kv_block_rows,
     out_stride_token,
     out_stride_head,
@@ -120,7 +122,7 @@ def latent_decode_kernel(
     Args:
         q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
         kv_desc: tensor map of the cache as rows.
-        out, lse, partial_out, partial_lse, splits: `LatentOutput`.
+        out, lse, partial_out, partial_lse, splits, partial_rows: `LatentOutput`.
         block_table, query_start_loc, seq_lens: `LatentBatchArgs`.
         scale_log2: the scale of the dot products times log2(e), positive.
         min_tiles: KV tiles of a segment, at least.
@@ -136,6 +138,7 @@ def latent_decode_kernel(
         partial_out,
         partial_lse,
         splits,
+        partial_rows,
         out_stride_token,
         out_stride_head,
         lse_stride_token,
