@@ -19,7 +19,7 @@ from pagetwin.conformance.oracles.dense import judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
-from pagetwin.optimized.kernels.sm90.latent.combine import ROWS, latent_combine_kernel
+from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
 from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
 from pagetwin.optimized.launch.attention_call import AttentionCall
 from pagetwin.optimized.launch.dispatch import PLANS
@@ -125,8 +125,9 @@ def test_launches_get_plain_numbers(
         assert all(type(each) is int for each in (*grid, *pointers, *numbers))
 
 
+@pytest.mark.parametrize("constants", [latent_family.ONE_ROW, latent_family.TWO_ROWS])
 def test_partial_results_are_combined_by_their_log_sum_exp(
-    device: torch.device,
+    constants: dict[str, int], device: torch.device
 ) -> None:
     """Row tiles in one segment keep their rows; rows of no request are cleared."""
     torch.manual_seed(0)
@@ -165,10 +166,10 @@ def test_partial_results_are_combined_by_their_log_sum_exp(
     # in a launch there may be more programs than row tiles that are split
     for splits_bound in (len(found_splits), segments):
         found, found_lse = out.to(device, copy=True), lse.to(device, copy=True)
-        latent_combine_kernel[(BLOCK_M.value // ROWS.value, splits_bound + 1, 1)](
+        latent_combine_kernel[(BLOCK_M.value // constants["ROWS"], splits_bound + 1, 1)](
             found, found_lse, partial.to(device), partial_lse.to(device),
             splits.int().to(device), starts.int().to(device), len(lengths), heads, tokens,
-            BLOCK_M.value, segments, *out.stride()[:2], *lse.stride(),
+            BLOCK_M.value, segments, *out.stride()[:2], *lse.stride(), **constants,
         )  # fmt: skip
         torch.testing.assert_close(found.cpu(), expected)
         torch.testing.assert_close(found_lse.cpu(), expected_lse)

@@ -5,7 +5,9 @@ To add kernels for a chip, write a module with `supports(call)` and `plan(call)`
 compute every request of a call is entered in COMPLETE_FAMILIES, or in APPEND_FAMILIES if the cost
 model has to select it. If a plan launches only through `Launcher`, takes memory only from
 `find_workspace` and does nothing else on the device, it may have the attribute
-`is_repeatable = True`. Its calls are then repeated (repeat/calls.py).
+`is_repeatable = True`. Its calls are then repeated (repeat/calls.py). If `takes` does not depend on
+the bounds of a batch, a plan of COMPLETE_FAMILIES may have the attribute `takes_all_bounds = True`.
+The warm-up then compiles no other attention kernel for its calls.
 """
 
 from typing import Protocol

@@ -133,7 +133,12 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
     make = partial(make_call, spec, index, lse)
     call = make(1)
     plan = _find_plan(call)
-    yield from _warm_complete(spec, plan, call)
+    yield from _warm_complete(spec, plan, make)
+    if any(
+        getattr(each, "takes_all_bounds", False) and each.takes(call)
+        for each in plan.complete
+    ):
+        return  # no call launches another kernel
     started: set[int] = set()
     is_long = spec.max_query_len * plan.group_size > plan.short_rows
     # what takes longest to compile comes first
@@ -154,13 +159,15 @@ def _warm_attention(spec: WarmUpSpec, index: int, lse: bool) -> _Launched:
 
 
 def _warm_complete(
-    spec: WarmUpSpec, plan: dispatch.LaunchPlan, call: AttentionCall
+    spec: WarmUpSpec, plan: dispatch.LaunchPlan, make: _MakeCall
 ) -> _Launched:
     """Launch the kernels of the chip that compute every request of a call."""
+    lens = query_lens_up_to(spec.max_query_len, 64)
+    few_and_many = [(1, each) for each in lens] + [(spec.max_num_reqs, 1)]
     for complete in plan.complete:
-        for query_len in query_lens_up_to(spec.max_query_len, 64):
-            bounds = (1, query_len, spec.max_seq_len)
-            bounded = bound_call(call, *bounds)
+        for num_reqs, query_len in few_and_many:
+            bounds = (num_reqs, query_len, spec.max_seq_len)
+            bounded = bound_call(make(num_reqs), *bounds)
             if complete.takes(bounded):
                 complete.launch(bounded)
                 yield type(complete).__name__, bounds
@@ -169,7 +176,7 @@ def _warm_complete(
             if query_len * plan.group_size <= plan.short_rows:
                 continue  # a decode
             bounds = (1, query_len, spec.max_seq_len)
-            bounded = bound_call(call, *bounds)
+            bounded = bound_call(make(1), *bounds)
             if append.takes(bounded):
                 append.launch(bounded)
                 yield type(append).__name__, bounds

@@ -14,13 +14,8 @@ from . import config
 
 LN_2 = tl.constexpr(math.log(2.0))
 RANK = tl.constexpr(config.RANK.value)
-ROWS = tl.constexpr(1)
-"""Rows per program."""
 MAX_SEGMENTS = tl.constexpr(256)
 """More than a Hopper chip has processors, and so than a launch has segments."""
-SPLITS = tl.constexpr(16)
-"""Partial results that are loaded at once."""
-
 NUMBERS = [
     "num_reqs",
     "num_heads",
@@ -73,7 +68,10 @@ def _fold_partials(acc, l_i, m_i, results, lse):
 
 
 @triton.jit
-def _combine_rows(partial_out, partial_lse, partial_rows, row, is_row, first, last):
+def _combine_rows(
+    partial_out, partial_lse, partial_rows, row, is_row, first, last,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """Return the combined rows and their log-sum-exp.  # [ROWS, RANK], [ROWS]
 
     Args:
@@ -125,6 +123,8 @@ def latent_combine_kernel(
     out_stride_head,
     lse_stride_head,
     lse_stride_token,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Store the rows of split row tiles, and clear the rows of no request.
 
@@ -134,6 +134,8 @@ def latent_combine_kernel(
     Args:
         out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
         partial_out, partial_lse, splits, partial_rows: see `LatentOutput`.
+        ROWS: rows per program.
+        SPLITS: partial results that are loaded at once.
     """
     group = tl.program_id(0)
     index = tl.program_id(1)
@@ -157,8 +159,9 @@ def latent_combine_kernel(
             row = tl.load(splits + 4 * first + 1) + in_tile
             is_row = in_tile < tl.load(splits + 4 * first + 2)
             result, row_lse = _combine_rows(
-                partial_out, partial_lse, partial_rows, in_tile, is_row, first, last
-            )
+                partial_out, partial_lse, partial_rows, in_tile, is_row, first, last,
+                ROWS, SPLITS,
+            )  # fmt: skip
             _store_rows(
                 out, lse, result, row_lse, row // num_heads, row % num_heads, is_row,
                 out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
