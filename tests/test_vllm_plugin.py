@@ -1,5 +1,6 @@
 """The vLLM plugin in steps of an engine, inside a stand-in for each recorded version of vLLM."""
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import VERSIONS, fake_vllm
-from vllm_steps import BLOCK_SIZE, DEVICE, MAX_BLOCKS, NUM_BLOCKS, EngineSteps
+from vllm_steps import (
+    BLOCK_SIZE,
+    DEVICE,
+    MAX_BLOCKS,
+    NUM_BLOCKS,
+    EngineSteps,
+    vllm_config,
+)
 
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1)]
@@ -383,3 +391,82 @@ def latent_step(
         options |= {"k_scale": 0.5, "v_scale": 0.5}
     answer = attend_by_hand(requests, options, 3)
     return judge_out(out, answer, answer.out.to(dtype), dtype).worst
+
+
+Threshold = dict[str, Any]
+ONE: Threshold = {
+    "cache_dtype": "auto",
+    "ranks": 1,
+    "major": 9,
+    "name": "optimized",
+    "width": 576,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 128),
+        ({"cache_dtype": "fp8"}, 1),
+        ({"ranks": 2}, 1),
+        ({"major": 8}, 1),
+        ({"major": 10}, 1),
+        ({"name": "reference"}, 1),
+        ({"width": 288}, 1),
+    ],
+    ids=str,
+)
+def test_few_new_tokens_are_a_decode_where_the_kernel_of_the_chip_computes_them(
+    changes: Threshold, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ONE | changes
+    monkeypatch.setenv("PAGETWIN_VLLM_IMPLEMENTATION", case["name"])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_capability", lambda device: (case["major"], 0)
+    )
+    layer = SimpleNamespace(impl=SimpleNamespace(bounds=None, engine_layers=()))
+    config = vllm_config({"layer": layer}, drafts=3)
+    config.cache_config = SimpleNamespace(cache_dtype=case["cache_dtype"])
+    config.parallel_config = SimpleNamespace(decode_context_parallel_size=case["ranks"])
+    with fake_vllm(NEWEST, use_mla=True):
+        from pagetwin.integrations.vllm.latent_builder import PagetwinLatentBuilder
+
+        for device, of_device in (("cuda", expected), ("cpu", 1)):
+            spec = SimpleNamespace(head_size=case["width"])
+            builder = PagetwinLatentBuilder(
+                spec, ["layer"], config, torch.device(device)
+            )
+            assert builder.reorder_batch_threshold == of_device
+            # drafts are decodes too
+            assert layer.impl.bounds.decode_query_len == max(of_device, 4)
+
+
+@pytest.mark.parametrize("each", [VERSIONS[0], NEWEST])
+def test_the_bound_of_a_latent_decode_is_that_of_the_decodes_of_its_step(
+    each: str,
+) -> None:
+    """A prefill of the same step has more new tokens, and requests of a graph may have none."""
+    with fake_vllm(each, use_mla=True):
+        from pagetwin.integrations.vllm.latent_builder import PagetwinLatentBuilder
+
+        module = sys.modules["vllm.model_executor.layers.attention.mla_attention"]
+        layer = SimpleNamespace(impl=SimpleNamespace(bounds=None, engine_layers=()))
+        builder = PagetwinLatentBuilder(
+            None, ["layer"], vllm_config({"layer": layer}), torch.device("cpu")
+        )
+        for lens, decodes, expected in (
+            ((1, 1, 70, 3, 500), 4, 70),
+            ((1, 1, 900), 2, 1),
+            ((0, 0), 2, 1),
+            ((900,), 0, None),
+        ):
+            made = SimpleNamespace(
+                num_decodes=decodes,
+                decode=SimpleNamespace(max_query_len=None) if decodes else None,
+            )
+            module.MLACommonMetadataBuilder.build = lambda *args, made=made: made
+            starts = torch.tensor([0, *lens]).cumsum(0).int()
+            common = SimpleNamespace(query_start_loc_cpu=starts)
+            found = builder.build(0, common)
+            assert found is made
+            assert (found.decode and found.decode.max_query_len) == expected

@@ -17,7 +17,13 @@ from .caches import FP8_NAMES
 from .settings import read_settings
 
 SHORT_PROMPT = 128
-"""New tokens of a request up to which it is computed as a decode on Hopper chips."""
+"""New tokens of a request up to which it is computed as a decode on Hopper chips.
+
+On an H200 a decode took 0.24 to 0.66 of the time of a prefill with 64 new tokens, 0.44 to 0.93
+with 128, 0.62 to 1.15 with 192 and 0.78 to 1.52 with 256 (`tests/gpu/latent_paths.py`, 2026-11-26:
+16 and 128 heads, one and four requests of 1,024 to 32,768 keys)."""
+LATENT_WIDTH = 576
+"""Elements of a latent and its rope key that the kernel of Hopper chips takes."""
 
 
 class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
@@ -29,7 +35,9 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         # vLLM's constructor adds the tokens of speculative decoding
-        self.reorder_batch_threshold = _count_short_prompt(vllm_config, device)
+        self.reorder_batch_threshold = _count_short_prompt(
+            kv_cache_spec, vllm_config, torch.device(device)
+        )
         super().__init__(
             kv_cache_spec,
             layer_names,
@@ -56,16 +64,18 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
         return metadata
 
 
-def _count_short_prompt(vllm_config: Any, device: Any) -> int:
+def _count_short_prompt(
+    kv_cache_spec: Any, vllm_config: Any, device: torch.device
+) -> int:
     """Return the most new tokens of a request that is computed as a decode; 1 for decodes alone.
 
     Only the Hopper kernel of latent decodes is fast for many rows. It takes no FP8 caches. Ranks
     that share latents compute a decode of several tokens as several requests.
     """
-    device = torch.device(device)
     if (
         device.type != "cuda"
         or torch.cuda.get_device_capability(device)[0] != 9
+        or kv_cache_spec.head_size != LATENT_WIDTH
         or read_settings().implementation != "optimized"
         or vllm_config.cache_config.cache_dtype in FP8_NAMES
         or vllm_config.parallel_config.decode_context_parallel_size > 1

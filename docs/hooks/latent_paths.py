@@ -1,0 +1,30 @@
+"""Table of requests with few new tokens in latent attention: decodes against prefills.
+
+`tests/gpu/latent_paths.py` writes the record, one JSON object per line.
+"""
+
+import json
+from pathlib import Path
+
+RECORDS = Path(__file__).parents[2] / "tests" / "records"
+
+
+def latent_paths_table() -> str:
+    """Return one row per batch, and per number of new tokens the time of a decode in prefills."""
+    path = max(RECORDS.glob("20*-latent-paths.jsonl"), default=None)
+    if path is None:
+        return "*Not recorded yet.*"
+    ratios: dict[tuple[int, int, int], dict[int, float]] = {}
+    for each in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+        batch = each["requests"], each["keys"], each["heads"]
+        ratio = each["decode_us"] / each["prefill_us"]
+        ratios.setdefault(batch, {})[each["new"]] = ratio
+    new = sorted({each for row in ratios.values() for each in row})
+    lines = [
+        f"| requests x keys, heads | {' | '.join(f'{each} new' for each in new)} |",
+        f"|---|{'---:|' * len(new)}",
+    ]
+    for (reqs, keys, heads), row in ratios.items():
+        cells = [f"{row[each]:.2f}" if each in row else "" for each in new]
+        lines.append(f"| {reqs} x {keys:,}, {heads} heads | {' | '.join(cells)} |")
+    return "\n".join(lines)
