@@ -451,6 +451,12 @@ CASES = {
         plan_of((5, 6, 0, 8), (200, 331, 5, 140), 576, group=16, block_size=64, seed=1),
         processors=7,
     ),
+    "invariant, no new tokens": Case(
+        "invariant", plan_of((0, 0, 0), (90, 64, 5), 128, padding=3)
+    ),
+    "latent, no new tokens": Case(
+        "latent", plan_of((0, 0, 0), (90, 64, 5), 576, group=16, padding=3)
+    ),
     "latent, more row tiles than processors": Case(
         "latent", plan_of((30, 29), (100, 231), 576, group=16), processors=3
     ),

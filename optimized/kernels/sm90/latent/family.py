@@ -149,7 +149,8 @@ class LatentDecodePlan:
         )
         assert block_table is not None
         num_reqs = starts.shape[0] - 1
-        request_rows = call.max_query_len * self.num_heads
+        # without new tokens there may be rows of no request
+        request_rows = max(1, call.max_query_len) * self.num_heads
         max_row_tiles = -(-request_rows // BLOCK_M.value)
         max_tiles = max_row_tiles * max(1, -(-call.max_key_len // BLOCK_N.value))
         segments = max(1, num_reqs * max_tiles // MIN_TILES)
