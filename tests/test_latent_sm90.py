@@ -19,6 +19,7 @@ from pagetwin.conformance.oracles.dense import judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
+from pagetwin.optimized.kernels.sm90.latent.combination import ONE_ROW, TWO_ROWS
 from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
 from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
 from pagetwin.optimized.launch.attention_call import AttentionCall
@@ -126,7 +127,7 @@ def test_launches_get_plain_numbers(
         assert all(type(each) is int for each in (*grid, *pointers, *numbers))
 
 
-@pytest.mark.parametrize("constants", [latent_family.ONE_ROW, latent_family.TWO_ROWS])
+@pytest.mark.parametrize("constants", [ONE_ROW, TWO_ROWS])
 def test_partial_results_are_combined_by_their_log_sum_exp(
     constants: dict[str, int], device: torch.device
 ) -> None:

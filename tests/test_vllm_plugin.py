@@ -393,8 +393,7 @@ def latent_step(
     return judge_out(out, answer, answer.out.to(dtype), dtype).worst
 
 
-Threshold = dict[str, Any]
-ONE: Threshold = {
+ON_HOPPER: dict[str, Any] = {
     "cache_dtype": "auto",
     "ranks": 1,
     "major": 9,
@@ -417,9 +416,9 @@ ONE: Threshold = {
     ids=str,
 )
 def test_few_new_tokens_are_a_decode_where_the_kernel_of_the_chip_computes_them(
-    changes: Threshold, expected: int, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = ONE | changes
+    case = ON_HOPPER | changes
     monkeypatch.setenv("PAGETWIN_VLLM_IMPLEMENTATION", case["name"])
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: (case["major"], 0)

@@ -19,7 +19,7 @@ import error_examples
 import figures
 import gpu_runs
 import ladder_table
-import latent_paths
+import latent_table
 import law_table
 import mutant_table
 import operator_table
@@ -295,7 +295,7 @@ MACROS: dict[str, Callable[..., str]] = {
         ladder_table.ladder_tried,
         ladder_table.ladder_resources,
         ladder_table.ladder_rung,
-        latent_paths.latent_paths_table,
+        latent_table.latent_paths_table,
         law_table.adapter,
         law_table.definition_table,
         law_table.solution,

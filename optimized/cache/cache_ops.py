@@ -108,28 +108,25 @@ def _lower_write(
     if k_scale is None:
         key, value = as_bits(key, value)
     key_cache, value_cache = as_bits(key_cache, value_cache)
-    return (
+    arguments = (
+        NewTokens(key, *key.stride()),
+        NewTokens(value, *value.stride()),
+        CacheHalf(key_cache, *scale_arguments(k_scale), *key_cache.stride()),
+        CacheHalf(value_cache, *scale_arguments(v_scale), *value_cache.stride()),
+        slot_mapping,
+        num_slots,
+        kv_heads,
+        slot_mapping.stride(0),
+        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, E5M2, NATIVE_FP8, TOKENS, ELEMENTS
+        block_size,
+        head_size,
+        value_head_size,
+        dtype == torch.float8_e5m2,
+        k_scale is not None and has_fp8_encoding(key_cache.device),
         tokens,
-        grid,
-        (
-            NewTokens(key, *key.stride()),
-            NewTokens(value, *value.stride()),
-            CacheHalf(key_cache, *scale_arguments(k_scale), *key_cache.stride()),
-            CacheHalf(value_cache, *scale_arguments(v_scale), *value_cache.stride()),
-            slot_mapping,
-            num_slots,
-            kv_heads,
-            slot_mapping.stride(0),
-            # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, E5M2, NATIVE_FP8, TOKENS, ELEMENTS
-            block_size,
-            head_size,
-            value_head_size,
-            dtype == torch.float8_e5m2,
-            k_scale is not None and has_fp8_encoding(key_cache.device),
-            tokens,
-            tile,
-        ),
+        tile,
     )
+    return tokens, grid, arguments
 
 
 @operator(sizes={"tokens": "num_tokens"})

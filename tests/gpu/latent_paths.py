@@ -5,7 +5,7 @@
 *Decode*: project the queries into the latent space, attend to the latents, expand the averages.
 *Prefill*: expand the latents of the sequence to keys and values, attend to the new tokens and to
 the earlier ones, merge both results, with the operations that vLLM 0.25.1 takes for it. The vLLM
-plugin computes a request as a decode up to `SHORT_PROMPT` new tokens.
+plugin computes a request as a decode up to `DECODE_THRESHOLD` new tokens.
 
 RESULTS has one JSON object per line: query heads, requests, keys and new tokens of each, and the
 medians of both ways in microseconds. Each is a CUDA graph that is replayed with a cold L2 cache.

@@ -16,7 +16,7 @@ from .builder import CapturesUniformBatches, give_bounds
 from .caches import FP8_NAMES
 from .settings import read_settings
 
-SHORT_PROMPT = 128
+DECODE_THRESHOLD = 128
 """New tokens of a request up to which it is computed as a decode on Hopper chips.
 
 On an H200 a decode took 0.24 to 0.66 of the time of a prefill with 64 new tokens, 0.44 to 0.93
@@ -35,7 +35,7 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         # vLLM's constructor adds the tokens of speculative decoding
-        self.reorder_batch_threshold = _count_short_prompt(
+        self.reorder_batch_threshold = _choose_threshold(
             kv_cache_spec, vllm_config, torch.device(device)
         )
         super().__init__(
@@ -59,12 +59,12 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
         if metadata.num_decodes:
             starts = common_attn_metadata.query_start_loc_cpu
             lens = starts[: metadata.num_decodes + 1].diff()
-            # a captured graph has requests without tokens
+            # requests of a captured graph may have no tokens
             metadata.decode.max_query_len = max(1, int(lens.max()))
         return metadata
 
 
-def _count_short_prompt(
+def _choose_threshold(
     kv_cache_spec: Any, vllm_config: Any, device: torch.device
 ) -> int:
     """Return the most new tokens of a request that is computed as a decode; 1 for decodes alone.
@@ -81,4 +81,4 @@ def _count_short_prompt(
         or vllm_config.parallel_config.decode_context_parallel_size > 1
     ):
         return 1
-    return SHORT_PROMPT
+    return DECODE_THRESHOLD

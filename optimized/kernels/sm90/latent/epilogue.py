@@ -56,9 +56,9 @@ def store_split(output, batch, segment, item, tile_index, row_tile):
     Args:
         tile_index: index of its first KV tile among all tiles.
     """
-    end = tile_index + item.num_tiles - segment.line_begin
+    end = tile_index + item.num_tiles - segment.partition_begin
     split = output.splits + 4 * segment.index
-    gl.store(split, segment.line_index + (end - 1) // segment.length)
+    gl.store(split, segment.partition_index + (end - 1) // segment.length)
     gl.store(split + 1, item.query_start * batch.num_heads + row_tile * BLOCK_M)
     gl.store(split + 2, gl.minimum(item.num_rows, BLOCK_M))
 

@@ -21,7 +21,8 @@ from ....launch.workspace import find_workspace
 from ..config import LOG2_E, SWIZZLED
 from ..plan import MAX_TENSOR_MAPS, Address
 from ..planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
-from .combine import MAX_SEGMENTS, latent_combine_kernel
+from .combination import Combination, lower_outputs
+from .combine import MAX_SEGMENTS
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
 from .kernel import latent_decode_kernel
 
@@ -36,16 +37,6 @@ SMALL_Q_ROWS = 16
 """Rows of the query box if a tile has no more; otherwise the box has BLOCK_M rows."""
 MIN_TILES = 2
 """KV tiles of a segment, at least."""
-FEW_ROWS = 256
-"""Rows of split row tiles up to which a program combines ONE_ROW, and otherwise TWO_ROWS.
-
-Both in µs, on an H200: one request of 65,536 keys with 16 heads (16 rows) 15.3 and 25.0, with 128
-heads (128 rows) 9.2 and 14.1; 8 of 8,192 keys with 16 heads (128 rows) 3.8 and 5.2, with 128 heads
-(1,024 rows) 7.5 and 5.0; 64 of 4,096 keys with 16 heads (1,024 rows) 6.5 and 3.9. The records
-`2026-11-26-nvidia-h200-...-latent-variants.jsonl` have the launches."""
-ONE_ROW = {"ROWS": 1, "SPLITS": 16}
-TWO_ROWS = {"ROWS": 2, "SPLITS": 8}
-"""Rows of a program, and partial results that it loads at once."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -97,21 +88,10 @@ class LatentDecodePlan:
     kv_stride: int
     kv_block_rows: int
     _launchers: dict[int, Launcher] = field(default_factory=dict)
-    _combiners: dict[int, Launcher] = field(default_factory=dict)
+    _combination: Combination = field(default_factory=Combination)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
     is_repeatable: ClassVar[bool] = True
     takes_all_bounds: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Create the launchers of the second kernel."""
-        for constants in (ONE_ROW, TWO_ROWS):
-            self._combiners[constants["ROWS"]] = Launcher(
-                latent_combine_kernel,
-                _lower_outputs,
-                constants,
-                num_warps=4,
-                num_stages=1,
-            )
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out.
@@ -191,34 +171,11 @@ class LatentDecodePlan:
             maps,
             make_maps,
         )
-        self._combine(
+        self._combination.launch(
             (*outputs, starts),
             min(segments, num_reqs * max_row_tiles),
             partial_rows,
             (num_reqs, self.num_heads, tokens, partial_rows, segments, *strides),
-        )
-
-    def _combine(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        max_splits: int,
-        partial_rows: int,
-        numbers: tuple[int, ...],
-    ) -> None:
-        """Launch the second kernel.
-
-        Args:
-            tensors, numbers: its arguments.
-            max_splits: split row tiles, at most.
-            partial_rows: rows of a row tile, at most.
-        """
-        rows = 1 if max_splits * partial_rows <= FEW_ROWS else 2
-        self._combiners[rows](
-            (-(-partial_rows // rows), max_splits + 1, 1),
-            [0 if each is None else each.data_ptr() for each in tensors],
-            (),
-            numbers,
-            tensors,
         )
 
     def launcher(self, q_rows: int) -> Launcher:
@@ -230,7 +187,7 @@ class LatentDecodePlan:
                 return (
                     self.describe_query(query.data_ptr(), query.shape[0], q_rows),
                     self.describe_cache(cache.data_ptr()),
-                    *_lower_outputs(*others),
+                    *lower_outputs(*others),
                 )
 
             launcher = Launcher(
@@ -290,11 +247,6 @@ class LatentDecodePlan:
             [box_rows, BOX_COLUMNS.value],
             SWIZZLED.value,
         )
-
-
-def _lower_outputs(*tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors of a launch with the splits, the fifth, as int32."""
-    return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
 
 
 def _is_latent_decode(call: AttentionCall) -> bool:

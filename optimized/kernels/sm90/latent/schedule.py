@@ -5,10 +5,10 @@ tiles of the request. The KV tiles of all units are concatenated, first those of
 request, and divided into segments, one per program. stream_k.py has the same partition for the
 portable kernels.
 
-If all requests have equally many row tiles, each row tile is divided into segments for itself. The
-programs of its segments then read the same KV tiles at the same time as those of the other row
-tiles, and most reads are hits in the L2 cache. Other batches are divided as a whole, so that one
-long request beside many short ones is computed by nearly all programs.
+If all requests have equally many row tiles, each row tile is a partition with segments of its own.
+The programs of its segments then read the same KV tiles at the same time as those of the other row
+tiles, and most reads are hits in the L2 cache. Other batches are one partition, so that one long
+request beside many short ones is computed by nearly all programs.
 """
 
 from typing import Any, NamedTuple
@@ -57,8 +57,8 @@ class LatentSegment(NamedTuple):
             segment has no tiles.
         begin, end: indices of the segment's tiles.
         length: tiles per segment.
-        line_index, line_begin: the first segment and the first tile of those that are divided
-            together: of a row tile or of the batch.
+        partition_index, partition_begin: the first segment and the first tile of the partition,
+            which is a row tile or the whole batch.
     """
 
     index: Any
@@ -68,8 +68,8 @@ class LatentSegment(NamedTuple):
     begin: Any
     end: Any
     length: Any
-    line_index: Any
-    line_begin: Any
+    partition_index: Any
+    partition_begin: Any
 
 
 class LatentItem(NamedTuple):
@@ -172,32 +172,42 @@ def find_latent_segment(batch, min_tiles):
     row_tile = gl.to_tensor(0)
     is_uniform = (num_units == most * num_active) & (most <= num_segments)
     if is_uniform:
-        # a line of segments per row tile; the programs that are left over have no tiles
-        line_segments = num_segments // gl.maximum(most, 1)
-        line_tiles = of_first
+        # one partition per row tile; the programs that are left over have no tiles
+        partition_segments = num_segments // gl.maximum(most, 1)
+        partition_tiles = of_first
         row_tile = program % gl.maximum(most, 1)
         position = program // gl.maximum(most, 1)
         num_units = num_active
     else:
-        line_segments = gl.to_tensor(num_segments)
-        line_tiles = _count_all_tiles(batch)
+        partition_segments = gl.to_tensor(num_segments)
+        partition_tiles = _count_all_tiles(batch)
         position = program
-    length = _choose_length(line_tiles, num_units, longest, line_segments, min_tiles)
-    line_index = row_tile * line_segments
-    line_begin = row_tile * line_tiles
-    index = gl.where(position < line_segments, line_index + position, program)
-    begin = gl.minimum(position * length, line_tiles)
-    end = gl.minimum(begin + length, line_tiles)
-    end = gl.where(position < line_segments, end, begin)
-    begin += line_begin
-    end += line_begin
-    row_tile_begin = line_begin
+    length = _choose_length(
+        partition_tiles, num_units, longest, partition_segments, min_tiles
+    )
+    partition_index = row_tile * partition_segments
+    partition_begin = row_tile * partition_tiles
+    index = gl.where(position < partition_segments, partition_index + position, program)
+    begin = gl.minimum(position * length, partition_tiles)
+    end = gl.minimum(begin + length, partition_tiles)
+    end = gl.where(position < partition_segments, end, begin)
+    begin += partition_begin
+    end += partition_begin
+    row_tile_begin = partition_begin
     if (begin < end) & (not is_uniform):
         row_tile, row_tile_begin = _find_row_tile(batch, begin)
     req, first_tile = _find_request(batch, row_tile, begin - row_tile_begin)
     first_tile += row_tile_begin
     return LatentSegment(
-        index, row_tile, req, first_tile, begin, end, length, line_index, line_begin
+        index,
+        row_tile,
+        req,
+        first_tile,
+        begin,
+        end,
+        length,
+        partition_index,
+        partition_begin,
     )
 
 
