@@ -5,7 +5,7 @@ TEST_WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 COMPILED := $(shell grep -l "^@pytest.mark.compile" tests/test_*.py)
-TWINS := $(addprefix -p pagetwin.,reference optimized $(notdir $(patsubst %/,%,$(wildcard shared/*/))))
+TWINS := -m pagetwin $(addprefix -p pagetwin.,reference optimized $(filter-out package,$(notdir $(patsubst %/,%,$(wildcard shared/*/)))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -13,9 +13,11 @@ FOLDERS = {
     **{
         path.parent.name: path.parent
         for path in (ROOT / "shared").glob("*/__init__.py")
+        if path.parent.name != "package"
     },
 }
-"""The folder of each package: that of `pagetwin.engine` is FOLDERS["engine"]."""
+"""The folder of each package: that of `pagetwin.engine` is FOLDERS["engine"]. The package
+`pagetwin`, which imports nothing before it is asked to, is `shared/package`."""
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -398,7 +398,7 @@ def test_the_version_is_the_installed_one(pagetwin):
 
 def test_the_command_runs_where_the_package_is_not_installed():
     done = subprocess.run(
-        [sys.executable, "-m", "pagetwin.tools", "explain", "no_such_concept"],
+        [sys.executable, "-m", "pagetwin", "explain", "no_such_concept"],
         capture_output=True,
         text=True,
         check=False,

@@ -161,13 +161,14 @@ def test_pyproject_lists_the_packages_on_disk(table: str) -> None:
             for package, folder in FOLDERS.items()
             for path in folder.rglob("__init__.py")
         }
-        assert set(listed) == {*on_disk, "pagetwin.shared"}
+        assert set(listed) == {*on_disk, "pagetwin", "pagetwin.shared"}
     else:
         assert listed == {
             **{
                 f"pagetwin.{package}": folder.relative_to(ROOT).as_posix()
                 for package, folder in FOLDERS.items()
             },
+            "pagetwin": "shared/package",
             "pagetwin.shared": "shared",
         }
 

@@ -1,0 +1,1 @@
+../../shared/package/__init__.py

@@ -1,0 +1,1 @@
+../../shared/package/__main__.py
