@@ -1,4 +1,4 @@
-"""Paged attention and its bookkeeping, written twice: `reference` to be read, `optimized` to be fast.
+"""Paged attention and its bookkeeping, written twice: `reference` to read, `optimized` to be fast.
 
 Each part is a package of its own, which the first use imports:
 
