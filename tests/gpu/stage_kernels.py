@@ -66,6 +66,8 @@ def get_fp8_min_max():
     "vllm/v1/kv_cache_interface.py": """
 from enum import IntEnum
 
+from vllm.utils.torch_utils import is_quantized_kv_cache
+
 
 class KVQuantMode(IntEnum):
     NONE = 0
