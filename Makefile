@@ -4,12 +4,12 @@ TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-COMPILED := $(shell grep -l "^@pytest.mark.compile" tests/test_*.py)
+COMPILED := $(shell grep -rl "^@pytest.mark.compile" tests --include="test_*.py")
 TWINS := -m pagetwin $(addprefix -p pagetwin.,reference optimized $(filter-out package,$(notdir $(patsubst %/,%,$(wildcard shared/*/)))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated mutants-hopper matrix
+.PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated mutants-hopper mutants-instruments matrix
 
 # one thread per worker: torch's own threads are slower at these sizes
 test test-quick test-long compile: export OMP_NUM_THREADS := 1
@@ -31,7 +31,7 @@ compile: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/pagetwin replay --report report.html
 
-# plant the bugs of tests/mutants whose entry in tests/records/mutants.json is out of date
+# plant the bugs of tests/mutants/catalogue/ whose entry in catalogue.txt is out of date
 mutants: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run --workers $(TEST_WORKERS)
 
@@ -43,19 +43,23 @@ mutants-generated: $(STAMP)
 mutants-hopper: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run_hopper --workers $(TEST_WORKERS) $(ARGUMENTS)
 
+# changes of the harness and of the recorder that are out of date: which test finds each one
+mutants-instruments: $(STAMP)
+	PYTHONPATH=tests $(BIN)/python -m mutants.run_instruments --workers $(TEST_WORKERS) $(ARGUMENTS)
+
 # The quick tests on each declared combination of versions, each in its own environment in .matrix/.
 # CORNERS="name name" chooses; CUDA_BUILDS=1 also installs CUDA builds of torch, several GB each.
 matrix: $(STAMP)
-	$(BIN)/python tests/version_matrix.py --workers $(TEST_WORKERS) $(if $(CUDA_BUILDS),--cuda-builds) $(CORNERS)
+	$(BIN)/python tests/structure/version_matrix.py --workers $(TEST_WORKERS) $(if $(CUDA_BUILDS),--cuda-builds) $(CORNERS)
 
 # builds site/ and tests its pages, in Chromium where it is installed
 docs: $(STAMP)
 	@echo "Building site/ and testing its pages takes some minutes."
-	$(BIN)/python -m pytest -q -rs -m site tests/test_docs.py tests/test_site.py
+	$(BIN)/python -m pytest -q -rs -m site tests/structure/test_docs.py tests/structure/test_site.py
 	@echo "The site is in site/. To read it: $(BIN)/python -m http.server --directory site 8000"
 
 types: $(STAMP)
-	$(BIN)/mypy $(TWINS) -p gluon_interpreter
+	$(BIN)/mypy $(TWINS)
 
 check: types docs
 	$(BIN)/ruff check .

@@ -12,41 +12,14 @@ from ..engine.triton_versions import why_no_triton
 if importlib.util.find_spec("triton") is None:
     raise ImportError(why_no_triton())
 
-from ..bookkeeping.batch.layer_parameters import (
-    get_per_layer_parameters,
-    infer_global_hyperparameters,
-)
-from ..bookkeeping.batch.scheduler import Scheduler
-from ..bookkeeping.batch.spec_decode import (
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
-)
-from ..bookkeeping.cache.block_manager import BlockManager
-from ..bookkeeping.cache.kv_cache import (
-    allocate_kv_cache,
-    get_kv_cache_shape,
-    get_packed_kv_cache_shape,
-    reshape_kv_cache,
-    reshape_layered_kv_cache,
-    split_kv_cache,
-    split_packed_kv_cache,
-    view_kv_cache,
-)
-from ..bookkeeping.cache.kv_cache_init import (
-    allocate_kv_caches,
-    bind_kv_cache,
-    get_kv_cache_spec,
-    init_kv_cache,
-    reshape_kv_caches,
-)
-from ..bookkeeping.parallel.heads import get_dcp_groups, get_tp_heads
-from ..bookkeeping.v0.encoder_decoder import (
-    get_num_prefill_decode_query_kv_tokens,
-    get_seq_len_block_table_args,
-    is_all_cross_attn_metadata_set,
-    is_all_encoder_attn_metadata_set,
-)
 from ..contract.attention_options import AttentionOptions
+from ..contract.block_classes import OutOfBlocks
+from ..contract.extra_keys import ExtraKeys
+from ..contract.kinds import PAD_SLOT_ID
+from ..contract.metadata_classes import CommonAttentionMetadata
+from ..contract.multimodal_features import MultiModalFeature
+from ..contract.scheduler_classes import Request, RequestStatus, SchedulerOutput
+from ..contract.specs import KVCacheSpec
 from .attention.cascade import cascade_attention, use_cascade_attention
 from .attention.context_parallel import (
     dcp_attention,
@@ -84,6 +57,10 @@ from .batch.fast_prefill import (
     subclass_attention_backend,
     subclass_attention_metadata,
 )
+from .batch.layer_parameters import (
+    get_per_layer_parameters,
+    infer_global_hyperparameters,
+)
 from .batch.local_attention import make_local_attention_virtual_batches
 from .batch.metadata import build_attn_metadata, build_common_attn_metadata
 from .batch.multimodal_prefix import (
@@ -91,41 +68,80 @@ from .batch.multimodal_prefix import (
     compute_mm_prefix_ranges,
     fill_mm_prefix_query_ranges,
 )
+from .batch.scheduler import Scheduler
+from .batch.spec_decode import (
+    reshape_attn_output_for_spec_decode,
+    reshape_query_for_spec_decode,
+)
 from .batch.step_buffers import StepBuffers
+from .cache.block_manager import BlockManager
 from .cache.block_table import append_blocks, blocks_needed, make_block_table
 from .cache.block_table_rows import BlockTable, mamba_get_block_table_tensor
 from .cache.cache_ops import copy_blocks, gather_cache, reshape_and_cache, swap_blocks
+from .cache.kv_cache import (
+    allocate_kv_cache,
+    get_kv_cache_shape,
+    get_packed_kv_cache_shape,
+    reshape_kv_cache,
+    reshape_layered_kv_cache,
+    split_kv_cache,
+    split_packed_kv_cache,
+    view_kv_cache,
+)
+from .cache.kv_cache_init import (
+    allocate_kv_caches,
+    bind_kv_cache,
+    get_kv_cache_spec,
+    init_kv_cache,
+    reshape_kv_caches,
+)
 from .cache.slot_mapping import (
     compute_slot_mapping,
     compute_slot_mapping_batch,
     compute_slot_mapping_device,
     compute_slot_mapping_start_idx,
 )
-from .launch.symmetric_ranks import SymmetricRanks
-from .launch.warm_up import WarmedKernel, warm_up
-from .launch.warm_up_ranks import warm_up_ranks
-from .launch.warm_up_spec import WarmUpSpec
-from .launch.workspace import release_workspace
 from .parallel.decode import DecodeContextParallel
+from .parallel.heads import get_dcp_groups, get_tp_heads
 from .parallel.prefill import PrefillContextParallel
 from .parallel.ring import RingContextParallel
+from .parallel.symmetric_ranks import SymmetricRanks
+from .parallel.warm_up_ranks import warm_up_ranks
+from .runtime.workspace import release_workspace
+from .v0.encoder_decoder import (
+    get_num_prefill_decode_query_kv_tokens,
+    get_seq_len_block_table_args,
+    is_all_cross_attn_metadata_set,
+    is_all_encoder_attn_metadata_set,
+)
 from .v0.graph_state import CommonAttentionState, get_attn_cg_support
 from .v0.sequence_metadata import (
     CommonMetadataBuilder,
     is_block_tables_empty,
     make_tensor_with_pad,
 )
+from .warm_up.warm_up import WarmedKernel, warm_up
+from .warm_up.warm_up_spec import WarmUpSpec
 
 __all__ = [
+    "PAD_SLOT_ID",
     "AttentionOptions",
     "BlockManager",
     "BlockTable",
+    "CommonAttentionMetadata",
     "CommonAttentionState",
     "CommonMetadataBuilder",
     "DecodeContextParallel",
+    "ExtraKeys",
+    "KVCacheSpec",
+    "MultiModalFeature",
+    "OutOfBlocks",
     "PrefillContextParallel",
+    "Request",
+    "RequestStatus",
     "RingContextParallel",
     "Scheduler",
+    "SchedulerOutput",
     "StepBuffers",
     "SymmetricRanks",
     "WarmUpSpec",

@@ -8,20 +8,20 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# most adapters of the tests wrap the reference; those that do not ask for `guarded_calls`
+os.environ.setdefault("PAGETWIN_GUARD_CALLS", "0")
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from inspect import isclass, isfunction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from beartype import beartype
 from hypothesis import HealthCheck, settings
-from jaxtyping import jaxtyped
 from pagetwin.conformance.harness.interpreter import speed_up
-from pagetwin.contract.operations import CONCEPTS
-from rank_processes import RankProcesses
+from support.rank_processes import RankProcesses
+from support.twins import TWINS, Twin
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,44 +48,35 @@ DEFAULT_PROFILE = "cuda" if torch.cuda.is_available() else "ci"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT_PROFILE))
 
 
+def _global_modes() -> dict[str, Any]:
+    return {
+        "numpy.geterr": np.geterr(),
+        "torch.get_default_dtype": torch.get_default_dtype(),
+        "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled(),
+        "torch.is_grad_enabled": torch.is_grad_enabled(),
+        "torch.get_num_threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def global_modes_as_before() -> Iterator[None]:
+    """Blame the test that leaves a global mode set, not the tests that come after it."""
+    before = _global_modes()
+    yield
+    after = _global_modes()
+    np.seterr(**before["numpy.geterr"])
+    torch.set_num_threads(before["torch.get_num_threads"])
+    assert after == before
+
+
+@pytest.fixture
+def guarded_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guard the calls of adapters, as the commands do."""
+    monkeypatch.delenv("PAGETWIN_GUARD_CALLS")
+
+
 GOLDEN_LINE = pytest.StashKey[str]()
-
-
-QUICK: dict[str, str] = {
-    "test_backends.py": "",
-    "test_budgets.py": "",
-    "test_cache_specs.py": "",
-    "test_cli.py": "version or help",
-    "test_golden.py": "",
-    "test_host_calls.py": "",
-    "test_imports.py": "",
-    "test_laws.py": "the_reference or the_optimized",
-    "test_layouts.py": "",
-    "test_metadata_fields.py": "",
-    "test_mutants.py": "catalogue or todays or equivalent",
-    "test_option_pairs.py": "design or choice",
-    "test_packed_sm90.py": "two_plans or box or map or warm_up_choose or fewer_tiles",
-    "test_puzzles.py": "accepted or template or example or page or unknown",
-    "test_twins.py": "",
-    "test_validation.py": "",
-    "test_versions.py": "",
-    "test_vllm_contract.py": "",
-    "test_words.py": "",
-}
-"""Tests of `make test-quick`: by file, one of these words in the name; empty: all of the file."""
-
-
-LONG: dict[str, str] = {
-    "test_bench.py": "smoke",
-    "test_conformance.py": "workers or command_ends or crash",
-    "test_fuzzing.py": "planted or minimised",
-    "test_howto.py": "",
-    "test_ladder.py": "",
-    "test_mutants.py": "sample or trivial",
-    "test_puzzles.py": "usual_mistake or loop",
-    "test_rank_processes.py": "late or unusable or scatter",
-}
-"""Tests of `make test-long`: those that start many processes or try hundreds of variants."""
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +85,8 @@ def site() -> Path:
     for each in ("mkdocs", "mkdocstrings", "material"):
         pytest.importorskip(each, reason="the docs extra is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q"],
+        # not quiet: mkdocs would drop the warnings before it counts them
+        [sys.executable, "-m", "mkdocs", "build", "--strict"],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -108,29 +100,10 @@ def site() -> Path:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave files without a quick test unread by `make test-quick`: imports take longer."""
     only_quick = config.option.markexpr.startswith("quick ")
-    is_other = collection_path.suffix == ".py" and collection_path.name not in QUICK
-    return True if only_quick and is_other else None
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `make test-long` and `make test-quick`: of laws, one per area and twin."""
-    areas: set[tuple[str, str]] = set()
-    for item in items:
-        if _is_listed(item, LONG):
-            item.add_marker("long")
-        elif _is_listed(item, QUICK):
-            if item.path.name == "test_laws.py":
-                law = item.callspec.params["law"].law  # type: ignore[attr-defined]
-                one = item.name.partition("[")[0], law.area
-                if one in areas:
-                    continue
-                areas.add(one)
-            item.add_marker("quick")
-
-
-def _is_listed(item: pytest.Item, tests: dict[str, str]) -> bool:
-    words = tests.get(item.path.name)
-    return words is not None and any(each in item.name for each in words.split(" or "))
+    is_test = collection_path.suffix == ".py" and collection_path.stem != "conftest"
+    if not only_quick or not is_test:
+        return None
+    return True if "mark.quick" not in collection_path.read_text("utf-8") else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -147,52 +120,6 @@ def pytest_configure(config: pytest.Config) -> None:
         "ignore::RuntimeWarning:triton.runtime.interpreter",
     ):
         config.addinivalue_line("filterwarnings", warning)
-
-
-def enforced(operation: Any) -> Any:
-    """Return an operation that holds its annotations; of a class, each public method does."""
-    if not isclass(operation):
-        return jaxtyped(operation, typechecker=beartype)
-    methods = {
-        name: jaxtyped(method, typechecker=beartype)
-        for name, method in vars(operation).items()
-        if isfunction(method) and (name == "__init__" or name[0] != "_")
-    }
-    return type(operation.__name__, (operation,), methods)
-
-
-class Twin:
-    """Every public operation of one twin, as an attribute, with its annotations enforced.
-
-    Args:
-        name: "reference" or "optimized".
-        enforce: whether shapes and dtypes are held against the annotations. A test of a refusal
-            wants to see the operation's own error, and so goes to `raw`.
-    """
-
-    def __init__(self, name: str, enforce: bool = True) -> None:
-        self.name = name
-        self._enforce = enforce
-        self._operations: dict[str, Callable[..., Any]] = {}
-        self.raw = Twin(name, enforce=False) if enforce else self
-
-    def __getattr__(self, operation: str) -> Callable[..., Any]:
-        if operation in self._operations:
-            return self._operations[operation]
-        for concept in CONCEPTS:
-            if operation in concept.operations:
-                function = getattr(import_module(f"pagetwin.{self.name}"), operation)
-                if self._enforce:
-                    function = enforced(function)
-                self._operations[operation] = function
-                return function
-        raise AttributeError(f"{operation!r} is not one of pagetwin's operations")
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-TWINS = {name: Twin(name) for name in ("reference", "optimized")}
 
 
 @pytest.fixture(scope="session", params=TWINS)
@@ -250,7 +177,7 @@ def _expect_interpreter(changed_by: str) -> None:
 @pytest.fixture(scope="session")
 def xformers() -> None:
     """Skip the test, with the reason, where the optimized twin cannot use xFormers."""
-    split_k = import_module("pagetwin.optimized.launch.xformers_split_k")
+    split_k = import_module("pagetwin.optimized.backends.xformers_split_k")
     if reasons := split_k.why_no_xformers():
         pytest.skip(reasons[0])
 
@@ -266,7 +193,10 @@ def installed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture
 def without_native_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls with tensors on the host be planned beside a GPU: the host is not a chip."""
-    for name in ("launch.prepare", "kernels.sm90.fp8_prefill.family"):
+    for name in (
+        "kernels.portable.host.make_launches",
+        "kernels.sm90.fp8_prefill.family",
+    ):
         module = import_module(f"pagetwin.optimized.{name}")
         monkeypatch.setattr(module, "has_native_fp8", lambda device: False)
 
@@ -278,8 +208,14 @@ def checked_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unchecked_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the twin read no contents on the host either, as it does on a GPU."""
+    monkeypatch.setenv("PAGETWIN_CHECK_VALUES", "0")
+
+
+@pytest.fixture
 def report_lines(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """Return a function whose lines stand in the terminal's summary."""
+    """Return a function whose lines are in the terminal's summary."""
 
     def add(line: str) -> None:
         record_property("report_line", line)
@@ -317,7 +253,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if golden or failed:
         terminalreporter.config.stash[GOLDEN_LINE] = (
             f"golden: {golden.count('equal')} passed, {len(failed)} failed,"
-            f" {golden.count('deviated')} deviated"
+            f" {golden.count('deviated')} deviated,"
+            f" {golden.count('not tried')} not tried"
         )
 
 

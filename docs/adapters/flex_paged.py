@@ -32,6 +32,9 @@ SUPPORT = Support(
 )
 
 
+# a result does not depend on autocast, and torch's operations would
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
 def paged_attention(
     query,  # [tokens, query_heads, head_size]
     key_cache,  # [num_blocks, block_size, kv_heads, head_size]

@@ -6,6 +6,7 @@ passed to torch's scaled_dot_product_attention.
 
 import torch
 from pagetwin.conformance import Support
+from pagetwin.contract.default_modes import default_modes
 
 SUPPORT = Support(
     operations=["paged_attention"],
@@ -42,10 +43,13 @@ def paged_attention(
             cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(group, 1)
             for cache in (key_cache, value_cache)
         )  # [seq_len, query_heads, head_size]
-        out[starts[req]] = torch.nn.functional.scaled_dot_product_attention(
-            query[starts[req], :, None],  # [query_heads, 1, head_size]
-            key.transpose(0, 1),
-            value.transpose(0, 1),
-            scale=scale,
-        )[:, 0]
+        # a result does not depend on autocast or on set_float32_matmul_precision, and torch's
+        # attention would
+        with default_modes():
+            out[starts[req]] = torch.nn.functional.scaled_dot_product_attention(
+                query[starts[req], :, None],  # [query_heads, 1, head_size]
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                scale=scale,
+            )[:, 0]
     return out

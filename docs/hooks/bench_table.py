@@ -1,11 +1,11 @@
-"""Tables and plots of the benchmark: the newest record, the workloads, published figures."""
+"""Tables and plots of the benchmark: the newest runs, the workloads, published figures."""
 
-import json
 import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from page_data import DATA, bench_runs
 from pagetwin.tools.bench.plot import write_plots
 from pagetwin.tools.bench.tables import (
     aim_lines,
@@ -20,41 +20,34 @@ from pagetwin.tools.bench.workloads import (
     published_figures,
 )
 
-FOLDER = Path(__file__).parents[2] / "tests" / "records"
-EXTENDED = "bench-extended"
 NOTHING = "*No run is recorded yet.*"
 
 
-def all_records(folder: Path = FOLDER, name: str = "bench") -> list[dict[str, Any]]:
-    """Return the records of the standard suite ("bench"), or of another, the newest first."""
-    files = sorted(folder.glob(f"*-{name}.json"))
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-    return sorted(records, key=_begin, reverse=True)
+def _runs(suite: str, folder: Path) -> list[dict[str, Any]]:
+    """Return the runs of the "standard" or "extended" suite, the newest first.
+
+    The workloads of each run are in the order of the suites.
+    """
+    order = [*load_workloads("all")]
+    runs = bench_runs("bench_extended" if suite == "extended" else "bench", folder)
+    for run in runs:
+        run["workloads"].sort(key=lambda each: order.index(each["name"]))
+    return runs
 
 
-def _begin(record: dict[str, Any]) -> str:
-    """Return when a run began, as ISO 8601 in UTC; empty if the record does not say it."""
-    return str(record.get("machine", {}).get("date", ""))
-
-
-def newest_record(folder: Path = FOLDER, name: str = "bench") -> dict[str, Any] | None:
-    """Return the newest record of the standard suite ("bench"), or of another, or None."""
-    return next(iter(all_records(folder, name)), None)
-
-
-def bench_plots(folder: Path = FOLDER) -> dict[str, bytes]:
-    """Return the newest record's plots by file name: one for light pages, one for dark pages."""
-    record = newest_record(folder)
-    if record is None:
+def bench_plots(folder: Path = DATA) -> dict[str, bytes]:
+    """Return the newest run's plots by file name: one for light pages, one for dark pages."""
+    runs = _runs("standard", folder)
+    if not runs:
         return {}
     with tempfile.TemporaryDirectory() as place:
-        drawn = write_plots(record, Path(place) / "bench.svg")
+        drawn = write_plots(runs[0], Path(place) / "bench.svg")
         return {path.name: path.read_bytes() for path in drawn}
 
 
-def bench_plot(folder: Path = FOLDER) -> str:
-    """Return the Markdown of the newest record's plot."""
-    if newest_record(folder) is None:
+def bench_plot(folder: Path = DATA) -> str:
+    """Return the Markdown of the newest run's plot."""
+    if not _runs("standard", folder):
         return NOTHING
     what = (
         "Roofline of all workloads, and the share of its ceiling that each one reaches"
@@ -65,52 +58,35 @@ def bench_plot(folder: Path = FOLDER) -> str:
     )
 
 
-def bench_table(folder: Path = FOLDER) -> str:
-    """Return each device's newest record: its table, its ceilings, what was not timed and why."""
-    by_device: dict[str, dict[str, Any]] = {}
-    for record in all_records(folder):
-        if record:
-            by_device.setdefault(record["machine"]["device"], record)
+def bench_table(folder: Path = DATA) -> str:
+    """Return each device's newest run: its table, its ceilings, what was not timed and why."""
     parts = []
-    for record in by_device.values():
+    for run in _runs("standard", folder):
         parts += [
-            _conditions(record),
-            "\n".join(markdown_table(record)),
-            "\n".join(f"- {_plain(line)}" for line in reasons(record)),
+            _conditions(run),
+            "\n".join(markdown_table(run)),
+            "\n".join(f"- {_plain(line)}" for line in reasons(run)),
         ]
     return "\n\n".join(part for part in parts if part) or NOTHING
 
 
-def bench_extended(folder: Path = FOLDER) -> str:
-    """Return the records of the extended suite: ratios and aims, or that there is none.
+def bench_extended(folder: Path = DATA) -> str:
+    """Return the runs of the extended suite: ratios and aims, or that there is none.
 
-    The newest record comes first. Of an older one, only workloads are shown that no newer one of
-    the same device has timed.
+    The newest run comes first. Of an older one, only workloads are shown that no newer one of the
+    same device has timed.
     """
     parts: list[str] = []
-    timed_on: dict[str, set[str]] = {}
-    for record in all_records(folder, EXTENDED):
-        timed = timed_on.setdefault(record["machine"]["device"], set())
-        shown = [each for each in record["workloads"] if each["name"] not in timed]
-        if timed:
-            shown = [each for each in shown if _is_timed(each)]
-        timed |= {each["name"] for each in shown if _is_timed(each)}
-        if not shown:
-            continue
-        record = record | {"workloads": shown}
-        notes = [*error_notes(record), *reasons(record)]
+    for run in _runs("extended", folder):
+        notes = [*error_notes(run), *reasons(run)]
         parts += [
-            _conditions(record),
-            "\n".join(aim_lines(record)),
+            _conditions(run),
+            "\n".join(aim_lines(run)),
             "\n".join(f"- {_plain(line)}" for line in notes),
         ]
     if not parts:
         return "*No run of the extended suite is recorded yet.*"
     return "\n\n".join(part for part in parts if part)
-
-
-def _is_timed(workload: dict[str, Any]) -> bool:
-    return workload["results"].get("ours", {}).get("status") == "timed"
 
 
 def _conditions(record: dict[str, Any]) -> str:

@@ -10,8 +10,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[2] / "tests" / "benchmarks" / "ladder"
-RECORD = Path(__file__).parents[2] / "tests" / "records" / "ladder.json"
+from page_data import DATA
+
+FOLDER = Path(__file__).parents[2] / "shared" / "examples" / "ladder"
 NO_RUN = "*No run is recorded yet.*"
 Record = dict[str, Any]
 
@@ -110,7 +111,7 @@ def ladder_rung(name: str) -> str:
 
 
 def _record(path: Path | None) -> Record | None:
-    path = path or RECORD
+    path = path or DATA / "ladder.json"
     if not path.exists():
         return None
     record: Record = json.loads(path.read_text(encoding="utf-8"))

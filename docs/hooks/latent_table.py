@@ -1,21 +1,15 @@
 """Table of requests with few new tokens in latent attention: decodes against prefills.
 
-`tests/gpu/latent_paths.py` writes the record, one JSON object per line.
+`tests/gpu/latent_paths.py` measures them.
 """
 
-import json
-from pathlib import Path
-
-RECORDS = Path(__file__).parents[2] / "tests" / "records"
+from page_data import read_rows
 
 
 def latent_paths_table() -> str:
     """Return one row per batch, and per number of new tokens the time of a decode in prefills."""
-    path = max(RECORDS.glob("20*-latent-paths.jsonl"), default=None)
-    if path is None:
-        return "*Not recorded yet.*"
     ratios: dict[tuple[int, int, int], dict[int, float]] = {}
-    for each in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+    for each in read_rows("latent_paths"):
         batch = each["requests"], each["keys"], each["heads"]
         ratio = each["decode_us"] / each["prefill_us"]
         ratios.setdefault(batch, {})[each["new"]] = ratio

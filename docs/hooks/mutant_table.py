@@ -1,124 +1,167 @@
-"""Tables of the mutants: which the conformance suite kills, and which law kills them.
+"""Tables of the mutants: which ones are killed, and which law, call or test kills them.
 
-The tables are made from the report that `make mutants` writes.
+The tables are made from the records beside `tests/mutants/` and from its catalogues.
 """
 
-import json
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-RECORD = Path(__file__).parents[2] / "tests" / "records" / "mutants.json"
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+
+from mutants.generate import OPERATORS as CHANGES
+from mutants.generate import Generated, generate
+from mutants.hopper import folder_of, hopper_mutants
+from mutants.mutant import OPERATORS, Mutant, load_catalogue
+from mutants.record import (
+    CATALOGUE_RECORD,
+    GENERATED_RECORD,
+    HOPPER_RECORD,
+    INSTRUMENTS_RECORD,
+    Entry,
+    read_record,
+)
+
 ENDS = ("killed", "alive", "equivalent")
-GENERATED_ENDS = ("killed", "survived", "equivalent")
 
 
 def mutant_table(part: str) -> str:
-    """Return a part of the report.
+    """Return a part of the records.
 
     Args:
-        part: "counts", "operators", "laws", "alive" or "equivalent"; "generated" and "hopper" are
-            the tables of the reports of `make mutants-generated` and `make mutants-hopper`, and
-            "hopper kernels" is that of the latter kernel by kernel.
+        part: "counts", "operators", "laws", "alive" or "equivalent" of the catalogue; "generated"
+            and "hopper" are the tables of `make mutants-generated` and `make mutants-hopper`, and
+            "hopper kernels" is that of the latter kernel by kernel; "instruments" is that of
+            `make mutants-instruments`.
     """
-    if part in ("generated", "hopper"):
-        return _generated(RECORD.with_name(f"mutants-{part}.json"))
-    if part == "hopper kernels":
-        return _kernels(RECORD.with_name("mutants-hopper.json"))
-    if not RECORD.exists():
-        return "*No full run is recorded yet.*"
-    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
-    mutants = record["mutants"]
-    if part == "counts":
-        return _counts(record)
-    if part == "operators":
-        return _operators(record)
-    if part == "laws":
-        laws = Counter(each["law"] for each in mutants if each["law"])
-        rows = [f"| {law} | {count} |" for law, count in laws.most_common()]
-        return "\n".join(["| law | mutants killed |", "|---|---:|", *rows])
-    if part in ("alive", "equivalent"):
-        return _named([each for each in mutants if each["ended"] == part])
-    raise ValueError(
-        f"part = {part!r}: expected counts, operators, laws, alive, equivalent, generated, hopper"
-        " or hopper kernels"
-    )
+    parts = {
+        "counts": _counts,
+        "operators": _operators,
+        "laws": _laws,
+        "alive": lambda: _named("alive"),
+        "equivalent": lambda: _named("equivalent"),
+        "generated": lambda: _generated(GENERATED_RECORD, generate()),
+        "hopper": lambda: _generated(HOPPER_RECORD, hopper_mutants()),
+        "hopper kernels": _kernels,
+        "instruments": _instruments,
+    }
+    if part not in parts:
+        raise ValueError(f"part = {part!r}: expected one of {', '.join(parts)}")
+    return parts[part]()
 
 
-def _kernels(path: Path) -> str:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def _ends(entries: Sequence[Entry]) -> list[int]:
+    """Return how many mutants were killed, are alive, and are equivalent."""
+    ends = Counter("killed" if each.is_killed else each.how for each in entries)
+    return [ends[end] for end in ENDS]
+
+
+def _row(title: str, numbers: Sequence[int]) -> str:
+    return f"| {title} | {' | '.join(map(str, numbers))} |"
+
+
+def _todays(mutants: Sequence[Mutant], path: Path) -> dict[str, Entry]:
+    """Return the entries of mutants that exist, in the order of the mutants."""
+    entries = read_record(path)
+    return {each.id: entries[each.id] for each in mutants if each.id in entries}
+
+
+def _instruments() -> str:
+    entries = [*read_record(INSTRUMENTS_RECORD).values()]
+    files: dict[str, list[Entry]] = {}
+    for entry in entries:
+        files.setdefault(entry.id.rpartition("/")[0], []).append(entry)
     lines = [
-        "| kernels | mutants | tried | killed | survived | equivalent |",
+        "| file | mutants | killed | tests that found them |",
+        "|---|---:|---:|---:|",
+    ]
+    for file, own in (*sorted(files.items()), ("all", entries)):
+        killed = sum(each.how == "killed" for each in own)
+        title = f"**{file}**" if file == "all" else f"`{file}.py`"
+        lines.append(_row(title, [len(own), killed, len({each.by for each in own})]))
+    return "\n".join(lines)
+
+
+def _kernels() -> str:
+    mutants = hopper_mutants()
+    entries = _todays(mutants, HOPPER_RECORD)
+    lines = [
+        "| kernels | mutants | tried | killed | alive | equivalent |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for folder, count in sorted(record["folders"].items()):
+    for folder in sorted({folder_of(each.file) for each in mutants}):
+        there = [each for each in mutants if folder_of(each.file) == folder]
+        own = [entries[each.id] for each in there if each.id in entries]
+        lines.append(_row(folder, [len(there), len(own), *_ends(own)]))
+    return "\n".join(lines)
+
+
+def _generated(path: Path, mutants: Sequence[Generated]) -> str:
+    entries = _todays(mutants, path)
+    lines = ["| change | killed | alive | equivalent |", "|---|---:|---:|---:|"]
+    for name, meaning in (*CHANGES.items(), ("all", "")):
         own = [
-            each
-            for each in record["mutants"]
-            if each["file"].rpartition("/")[0].endswith(f"/{folder}")
+            entries[each.id]
+            for each in mutants
+            if each.id in entries and name in (each.operator, "all")
         ]
-        ends = Counter(each["ended"] for each in own)
-        title = "prefill, and shared files" if folder == "sm90" else folder
-        numbers = [count, len(own), *(ends[end] for end in GENERATED_ENDS)]
-        lines.append(f"| {title} | {' | '.join(map(str, numbers))} |")
-    return "\n".join(lines)
-
-
-def _generated(path: Path) -> str:
-    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    mutants, ends = record["mutants"], GENERATED_ENDS
-    lines = ["| change | killed | survived | equivalent |", "|---|---:|---:|---:|"]
-    for name, meaning in (*record["operators"].items(), ("all", "")):
-        own = [each for each in mutants if name in (each["operator"], "all")]
-        counts = Counter(each["ended"] for each in own)
         title = f"{name}: {meaning}" if meaning else f"**{name}**"
-        numbers = " | ".join(str(counts[end]) for end in ends)
-        lines.append(f"| {title.replace('|', chr(92) + '|')} | {numbers} |")
-    lines += ["", f"These are {len(mutants)} of {record['generated']} mutants."]
+        lines.append(_row(title.replace("|", r"\|"), _ends(own)))
+    lines += ["", f"These are {len(entries)} of {len(mutants)} mutants."]
     return "\n".join(lines)
 
 
-def _counts(record: dict[str, Any]) -> str:
-    mutants = record["mutants"]
-    ends = Counter(each["ended"] for each in mutants)
-    times = sorted(each["seconds"] for each in mutants)
-    packages = Counter(each["id"].partition("/")[0] for each in mutants)
+def _catalogue() -> tuple[list[Mutant], dict[str, Entry]]:
+    mutants = load_catalogue()
+    return mutants, _todays(mutants, CATALOGUE_RECORD)
+
+
+def _counts() -> str:
+    mutants, entries = _catalogue()
+    packages = Counter(each.package for each in mutants if each.id in entries)
+    killed, alive, equivalent = _ends([*entries.values()])
     return (
-        f"Of {len(mutants)} mutants ({packages['reference']} of the reference,"
-        f" {packages['optimized']} of the optimized twin) the suite killed **{ends['killed']}**;"
-        f" **{ends['alive']}** survive; {ends['equivalent']} are equivalent. It has"
-        f" {record['laws']} laws and draws {record['examples']} cases per law. The run took"
-        f" {record['seconds'] / 60:.0f} minutes; the median per mutant is"
-        f" {times[len(times) // 2]:.1f} s."
+        f"Of {len(entries)} mutants ({packages['reference']} of the reference and"
+        f" {packages['optimized']} of the optimized twin) the suite killed **{killed}**;"
+        f" **{alive}** survive; {equivalent} are equivalent. It has {len(ALL_LAWS)} laws."
     )
 
 
-def _operators(record: dict[str, Any]) -> str:
+def _operators() -> str:
+    mutants, entries = _catalogue()
     lines = [
         "| change | example | killed | alive | equivalent |",
         "|---|---|---:|---:|---:|",
     ]
-    for name, meaning in record["operators"].items():
-        own = [each for each in record["mutants"] if each["operator"] == name]
-        ends = Counter(each["ended"] for each in own)
-        instance = next(each for each in own if not each["bug"].startswith("cousin"))
-        counts = " | ".join(str(ends[end]) for end in ENDS)
-        lines.append(f"| {name}: {meaning} | {_title(instance)} | {counts} |")
+    for name, meaning in OPERATORS.items():
+        own = [each for each in mutants if each.operator == name and each.id in entries]
+        instance = next(each for each in own if not each.bug.startswith("cousin"))
+        title = f"{name}: {meaning} | {_title(instance)}"
+        lines.append(_row(title, _ends([entries[each.id] for each in own])))
     return "\n".join(lines)
 
 
-def _named(mutants: list[dict[str, Any]]) -> str:
-    if not mutants:
-        return "None."
+def _laws() -> str:
+    _, entries = _catalogue()
+    laws = Counter(each.by for each in entries.values() if each.by)
+    rows = [_row(law, [count]) for law, count in laws.most_common()]
+    return "\n".join(["| law | mutants killed |", "|---|---:|", *rows])
+
+
+def _named(how: str) -> str:
+    mutants, entries = _catalogue()
     lines = []
     for each in mutants:
-        reason = f": {each['reason']}" if each["reason"] else "."
-        lines.append(
-            f"- {_title(each)}, in `{each['id'].rpartition('/')[0]}.py`{reason}"
-        )
-    return "\n".join(lines)
+        if each.id in entries and entries[each.id].how == how:
+            reason = f": {each.equivalent}" if each.equivalent else "."
+            place = each.id.rpartition("/")[0]
+            lines.append(f"- {_title(each)}, in `{place}.py`{reason}")
+    return "\n".join(lines) or "None."
 
 
-def _title(mutant: dict[str, Any]) -> str:
-    words = mutant["id"].rpartition("/")[2].replace("-", " ")
-    return f"*{words}* ({mutant['bug']})"
+def _title(mutant: Mutant) -> str:
+    words = mutant.id.rpartition("/")[2].replace("-", " ")
+    return f"*{words}* ({mutant.origin})"

@@ -6,14 +6,14 @@ The tables are made from the record that the tests write.
 import inspect
 import json
 import re
-from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from page_data import DATA
 from pagetwin.contract.attention_options import AttentionOptions
 
 ARGUMENT = re.compile(r"^ {4}(\w+): ((?:.+\n?)(?:^ {8}.+\n?)*)", re.MULTILINE)
-RECORD = Path(__file__).parents[2] / "tests" / "records" / "option_runs.json"
+RECORD = DATA / "option_runs.json"
 OFF = ("none", "as the query", "as the keys")
 KINDS = (
     ("prefill", "batch", ("prefill",)),

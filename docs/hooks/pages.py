@@ -137,7 +137,7 @@ def contract(concept: str) -> str:
     """Return the contract of each operation: the reference's docstrings."""
     topic = operations.concept(concept)
     return "\n\n".join(
-        f"::: {twins.home(topic, name)}.{name}\n    options:\n      heading_level: 3\n"
+        f"::: pagetwin.reference.{topic.module}.{name}\n    options:\n      heading_level: 3\n"
         "      show_docstring_examples: false"
         for name in topic.operations
     )
@@ -170,10 +170,11 @@ def api_table() -> str:
         parts.append(f"## [{concept.summary.partition(':')[0]}]({page})")
         lines = []
         for name in concept.operations:
-            home = twins.home(concept, name)
             words = inspect.getdoc(getattr(reference, name)) or ""
             first = words.partition("\n\n")[0].replace("\n", " ")
-            lines.append(f"| [`{name}`]({page}#{home}.{name}) | {first} |")
+            lines.append(
+                f"| [`{name}`]({page}#pagetwin.reference.{concept.module}.{name}) | {first} |"
+            )
         parts.append("\n".join(["| operation | result |", "|---|---|", *lines]))
     return "\n\n".join(parts)
 
@@ -181,7 +182,7 @@ def api_table() -> str:
 def feature_table() -> str:
     """Return one row per operation: reference, optimized twin, tests, example, page."""
     tests = {
-        path: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))
+        path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))
     }
     shown = {each.operation for each in examples.EXAMPLES}
     lines = [
@@ -209,9 +210,10 @@ def feature_table() -> str:
 
 def _public(path: Path) -> set[str]:
     functions = twins.functions_of(path)
-    if path.relative_to(ROOT).parts[0] != "shared":
-        functions += twins.functions_of(twins.shared_file(path))
-    return {each.name for each in functions} | {each.owner for each in functions}
+    again = twins.re_exported(path)
+    return (
+        again | {each.name for each in functions} | {each.owner for each in functions}
+    )
 
 
 def _mark(there: bool) -> str:
@@ -312,6 +314,7 @@ MACROS: dict[str, Callable[..., str]] = {
         parallel_model.parallel_limits,
         parallel_model.parallel_model,
         parallel_model.parallel_times,
+        parallel_model.parallel_times_4,
         serving_table.clean_runs,
         serving_table.cpu_versions_table,
         serving_table.equality_table,

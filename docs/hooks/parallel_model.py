@@ -1,4 +1,4 @@
-"""Tables of parallel attention: what two GPUs took, and what a model computes for more of them.
+"""Tables of parallel attention: what two and four GPUs took, and what a model computes for more.
 
 The model has four numbers of a record. A GPU reads keys and values at a rate, and needs a time that
 does not depend on their number. A step on several GPUs needs a time for its exchange and combine. A
@@ -6,10 +6,10 @@ prefill has arithmetic, and gathers keys and values at a rate.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
-RECORDS = Path(__file__).parents[2] / "tests" / "records"
+from page_data import DATA
+
 KV_BYTES = 8 * (128 + 128) * 2
 """Bytes of a token's keys and values in one layer: 8 KV heads of 128 elements in 16 bits."""
 LAYERS = 32
@@ -28,9 +28,9 @@ LENGTHS = {"128k": 131072, "1M": 2**20, "10M": 10 * 2**20}
 WAYS = {"nccl": "NCCL", "symmetric": "symmetric memory"}
 
 
-def record() -> dict[str, Any]:
-    """Return the newest record of parallel steps."""
-    path = sorted(RECORDS.glob("*-x2-parallel.json"))[-1]
+def record(ranks: int = 2) -> dict[str, Any]:
+    """Return the newest record of parallel steps on a number of GPUs."""
+    path = DATA / f"parallel_x{ranks}.json"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -70,14 +70,23 @@ class Model:
 
 def parallel_times() -> str:
     """Return what was measured on two GPUs."""
-    whole = record()
-    found = whole["found"]
+    return times_of(record())
+
+
+def parallel_times_4() -> str:
+    """Return what was measured on four GPUs."""
+    return times_of(record(4))
+
+
+def times_of(whole: dict[str, Any]) -> str:
+    """Return the times of a record, each beside that of one GPU in the same run."""
+    found, ranks = whole["found"], len(whole["devices"])
     lines = [
-        f"Measured on 2 x {whole['devices'][0]} ({whole['date']}, torch {whole['torch']}, NCCL"
-        f" {whole['nccl']}, triton {whole['triton']}, commit {whole['commit']}), microseconds of"
-        " one layer in a CUDA graph. 32 query heads, 8 KV heads, head size 128, bf16.",
+        f"Measured on {ranks} x {whole['devices'][0]} ({whole['date']}, torch {whole['torch']},"
+        f" NCCL {whole['nccl']}, triton {whole['triton']}, commit {whole['commit']}), microseconds"
+        " of one layer in a CUDA graph. 32 query heads, 8 KV heads, head size 128, bf16.",
         "",
-        "| workload | exchange | 1 GPU | 2 GPUs | factor |",
+        f"| workload | exchange | 1 GPU | {ranks} GPUs | factor |",
         "|---|---|---:|---:|---:|",
     ]
     for name in DECODES:

@@ -1,25 +1,15 @@
 """Tables of the runs in real engines of vLLM: serving times, greedy tokens, and planted bugs.
 
-The programs in `tests/gpu/serving/` write the records, one JSON object per line.
+The programs in `tests/gpu/serving/` measure them.
 """
 
-import json
 import re
 import statistics
-from pathlib import Path
 from typing import Any
 
-RECORDS = Path(__file__).parents[2] / "tests" / "records"
+from page_data import read_rows
+
 NONE = "*Not recorded yet.*"
-
-
-def _lines(kind: str) -> list[dict[str, Any]]:
-    """Return the objects of the newest record of that kind of each device."""
-    newest: dict[str, Path] = {}
-    for path in sorted(RECORDS.glob(f"20*-vllm-*-{kind}.jsonl")):
-        newest[path.name[11:]] = path
-    texts = [path.read_text(encoding="utf-8") for path in newest.values()]
-    return [json.loads(line) for text in texts for line in text.splitlines()]
 
 
 def _range(values: list[float], digits: int = 0) -> str:
@@ -33,40 +23,23 @@ def _folded(title: str, lines: list[str]) -> str:
     return "\n".join([f'??? note "{title}"', "", *(f"    {line}" for line in lines)])
 
 
-def _loads(other: str) -> dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]]:
-    """Return the timed runs by model, mode and load, and then by backend.
-
-    A mode of a model is one session, and the newest record that has it counts. Loads without a
-    run of CUSTOM, or of another backend, are left out.
+def _loads(compared: str) -> dict[tuple[str, str, str], dict[str, dict[str, Any]]]:
+    """Return the timed loads by model, mode and load, and then by backend.
 
     Args:
-        other: a part of the name of the other backend.
+        compared: "backends", or "recorder": with and without it.
     """
-    newest: dict[tuple[str, str], dict[tuple[str, str, str], Any]] = {}
-    for path in sorted(RECORDS.glob("20*-vllm-*-serving.jsonl")):
-        found: dict[tuple[str, str], Any] = {}
-        for each in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
-            if each["event"] == "load" and each["run"] != "warm":
-                model, mode = each["model"], each["mode"]
-                loads = found.setdefault((model, mode), {})
-                runs = loads.setdefault((model, mode, each["load"]), {})
-                runs.setdefault(each["backend"], []).append(each)
-        for session, loads in found.items():
-            compared = {
-                key: runs
-                for key, runs in loads.items()
-                if "CUSTOM" in runs and any(other in backend for backend in runs)
-            }
-            if compared:
-                newest[session] = compared
-    return {
-        key: runs for _, loads in sorted(newest.items()) for key, runs in loads.items()
-    }
+    loads: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
+    for each in read_rows("serving"):
+        if each["compared"] == compared:
+            load = loads.setdefault((each["model"], each["mode"], each["load"]), {})
+            load[each["backend"]] = each
+    return loads
 
 
-def _speed(runs: list[dict[str, Any]]) -> float:
+def _speed(runs: dict[str, Any]) -> float:
     """Return the median throughput, in output tokens per second."""
-    return statistics.median(each["output_tokens_per_s"] for each in runs)
+    return statistics.median(runs["output_tokens_per_s"])
 
 
 def _vllm_backend(runs: dict[str, Any]) -> str:
@@ -85,11 +58,11 @@ def serving_table() -> str:
         "| model | graphs | load | runs | vLLM's backend | `CUSTOM` | ratio |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
-    for (model, mode, _), runs in _loads("FLASH_ATTN").items():
+    for (model, mode, _), runs in _loads("backends").items():
         theirs, ours = runs[_vllm_backend(runs)], runs["CUSTOM"]
-        cells = [model, mode, _shape(ours[0]), str(len(ours))]
-        for given in (theirs, ours):
-            cells.append(_range([each["output_tokens_per_s"] for each in given]))
+        count = len(ours["output_tokens_per_s"])
+        cells = [model, mode, _shape(ours), str(count)]
+        cells += [_range(each["output_tokens_per_s"]) for each in (theirs, ours)]
         cells.append(f"{_speed(ours) / _speed(theirs):.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if lines[2:] else NONE
@@ -102,11 +75,11 @@ def latency_table() -> str:
         " per output token, ms, p50 / p99 |",
         "|---|---|---|---|---:|---:|",
     ]
-    for (model, mode, _), runs in _loads("FLASH_ATTN").items():
+    for (model, mode, _), runs in _loads("backends").items():
         for backend in (_vllm_backend(runs), "CUSTOM"):
-            cells = [model, mode, _shape(runs[backend][0]), f"`{backend}`"]
+            cells = [model, mode, _shape(runs[backend]), f"`{backend}`"]
             for name, digits in (("first_token_ms", 0), ("per_token_ms", 2)):
-                pairs = zip(*(each[name] for each in runs[backend]), strict=True)
+                pairs = zip(*runs[backend][name], strict=True)
                 cells.append(" / ".join(_range([*each], digits) for each in pairs))
             lines.append(f"| {' | '.join(cells)} |")
     if not lines[2:]:
@@ -120,13 +93,14 @@ def recorded_table() -> str:
         "| model | graphs | load | backend | runs | without | with | ratio |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
-    for (model, mode, _), runs in _loads("+record").items():
+    for (model, mode, _), runs in _loads("recorder").items():
         for backend in [each for each in runs if f"{each}+record" in runs]:
             without, recorded = runs[backend], runs[f"{backend}+record"]
-            cells = [model, mode, _shape(without[0]), f"`{backend}`"]
-            cells.append(str(len(recorded)))
-            for given in (without, recorded):
-                cells.append(_range([each["output_tokens_per_s"] for each in given]))
+            cells = [model, mode, _shape(without), f"`{backend}`"]
+            cells.append(str(len(recorded["output_tokens_per_s"])))
+            cells += [
+                _range(each["output_tokens_per_s"]) for each in (without, recorded)
+            ]
             cells.append(f"{_speed(recorded) / _speed(without):.3f}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if lines[2:] else NONE
@@ -134,13 +108,7 @@ def recorded_table() -> str:
 
 def equality_table() -> str:
     """Return one row per model and pair of backends: where greedy tokens first differ."""
-    newest: dict[tuple[str, ...], dict[str, Any]] = {}
-    for each in _lines("equality"):
-        if each["event"] == "compared":
-            dtype = each.get("dtype", "bfloat16")
-            pair = sorted((each["backend"], each["other"]))
-            newest[(each["model"], dtype, str(each["ngram"]), *pair)] = each
-    rows = [newest[key] for key in sorted(newest)]
+    rows = read_rows("equality")
     if not rows:
         return NONE
     lines = [
@@ -167,7 +135,7 @@ def equality_table() -> str:
 
 def ranks_table() -> str:
     """Return one row per engine on several GPUs: its tokens, compared with those on one."""
-    rows = [each for each in _lines("ranks") if each["event"] == "compared"]
+    rows = read_rows("ranks")
     if not rows:
         return NONE
     lines = [
@@ -194,17 +162,15 @@ def ranks_table() -> str:
 
 def cpu_versions_table() -> str:
     """Return one row per version of vLLM's build for CPUs and model: greedy tokens compared."""
-    paths = sorted(RECORDS.glob("20*-cpu-vllm-versions.jsonl"))
-    if not paths:
+    rows = read_rows("cpu_versions")
+    if not rows:
         return NONE
     lines = [
         "| vLLM | torch | model | twin | prompts equal to the end |"
         " tokens before the first difference | largest difference of log-probabilities |",
         "|---|---|---|---|---:|---:|---:|",
     ]
-    given = map(json.loads, paths[-1].read_text(encoding="utf-8").splitlines())
-    rows = [each for each in given if each["event"] == "compared"]
-    for each in sorted(rows, key=lambda each: (each["vllm"], each["model"])):
+    for each in rows:
         cells = [
             each["vllm"],
             each["torch"].split("+")[0],
@@ -219,24 +185,28 @@ def cpu_versions_table() -> str:
 
 
 def _engine(run: dict[str, Any]) -> str:
-    """Return backend, device and version of an engine; records of 0.25.1 do not name it."""
+    """Return backend, device and version of an engine."""
     backend = run["backend"].split(",")[0]
     device = run["device"].replace("NVIDIA ", "").replace("cpu", "a CPU")
-    return f"`{backend}` on {device}, vLLM {run.get('vllm', '0.25.1')}"
+    return f"`{backend}` on {device}, vLLM {run['vllm']}"
 
 
-def _planted() -> list[dict[str, Any]]:
-    """Return the newest run of each engine with each bug, sorted by bug and engine."""
-    newest = {}
-    for each in _lines("planted"):
-        run = each["kind"], each["graphs"], each.get("clean") or 0
-        newest[each["bug"] or "", _engine(each), run] = each
-    return [newest[key] for key in sorted(newest)]
+def _planted(with_bug: bool) -> list[dict[str, Any]]:
+    """Return the runs with or without a bug, sorted by bug and engine."""
+
+    def place(run: dict[str, Any]) -> tuple[Any, ...]:
+        what = run["kind"], run["graphs"], run.get("clean", 0)
+        return run.get("bug", ""), _engine(run), what
+
+    return sorted(
+        (each for each in read_rows("planted") if ("bug" in each) == with_bug),
+        key=place,
+    )
 
 
 def planted_table() -> str:
     """Return one row per bug: what was found first, and in which step by each engine."""
-    rows = [each for each in _planted() if each["bug"] and "effect" in each]
+    rows = _planted(True)
     if not rows:
         return NONE
     engines = sorted({_engine(each) for each in rows})
@@ -264,7 +234,7 @@ def planted_table() -> str:
 
 def clean_runs() -> str:
     """Return one row per engine without a bug: what was checked, folded."""
-    rows = [each for each in _planted() if not each["bug"]]
+    rows = _planted(False)
     if not rows:
         return NONE
     lines = [

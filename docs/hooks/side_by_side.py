@@ -124,9 +124,40 @@ def _functions_in(path: Path) -> list[Function]:
         # comments before the first statement belong to it
         while body is node.body and lines[first - 2].lstrip().startswith("#"):
             first -= 1
-        uses = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
         chunks = tuple(_cut(lines[first - 1 : node.end_lineno]))
+        uses = _names_in(node) | {owner}
         found.append(Function(node.name, owner, chunks, frozenset(uses), path))
+    return found
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    """Return the names in some code, and those after the dot of another one."""
+    found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return found | {
+        part.attr
+        for part in ast.walk(node)
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name)
+    }
+
+
+@cache
+def _values_in(path: Path) -> dict[str, frozenset[str]]:
+    """Return the names that lead on from each value, class and import at the top of a file.
+
+    A table of kernels leads to what its entries name, a class to its methods.
+    """
+    found: dict[str, frozenset[str]] = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = frozenset(_names_in(node))
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = frozenset(_names_in(node.value))
+            found |= {
+                target.id: names for target in targets if isinstance(target, ast.Name)
+            }
+        elif isinstance(node, ast.ImportFrom):
+            found |= {x.asname: frozenset([x.name]) for x in node.names if x.asname}
     return found
 
 
@@ -159,18 +190,15 @@ def _chunk(step: str, lines: list[str]) -> Iterator[Chunk]:
         yield Chunk(step, code)
 
 
-def shared_file(path: Path) -> Path:
-    """Return the file of `bookkeeping` with the bodies that both twins of a file re-export."""
-    parts = path.relative_to(ROOT).parts[1:]
-    return ROOT.joinpath("shared", "bookkeeping", *parts)
-
-
-def home(concept: Concept, operation: str) -> str:
-    """Return the module that defines an operation, such as "pagetwin.reference.cache.cache_ops"."""
-    found = functions_of(ROOT / concept.path("reference"))
-    if any(operation in (each.name, each.owner) for each in found):
-        return f"{concept.package('reference')}.{concept.module}"
-    return f"pagetwin.bookkeeping.{concept.module}"
+def re_exported(path: Path) -> set[str]:
+    """Return the names that a file of the optimized twin takes from the reference."""
+    return {
+        name.name
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("reference.")
+        for name in node.names
+    }
 
 
 def side_by_side(concept: Concept) -> str:
@@ -181,19 +209,20 @@ def side_by_side(concept: Concept) -> str:
     Args:
         concept: The concept. If it has no operations, methods named `forward` are shown.
     """
+    functions = functions_of(ROOT / concept.path("reference"))
     if concept.is_single:
-        return _one_column(ROOT / concept.path("reference"))
+        return _one_column(functions)
     parts = [_two_columns(concept)]
-    shared = shared_file(ROOT / concept.path("reference"))
-    if shared.exists():
+    names = re_exported(ROOT / concept.path("optimized"))
+    if shared := [each for each in functions if {each.name, each.owner} & names]:
         parts += ["### One body for both twins", _one_column(shared)]
     return "\n\n".join(parts)
 
 
-def _one_column(path: Path) -> str:
-    """Return the functions of a file as Markdown, one after another."""
+def _one_column(functions: list[Function]) -> str:
+    """Return functions as Markdown, one after another."""
     blocks = []
-    for each in functions_of(path):
+    for each in functions:
         if each.name[0] != "_" or each.name == "__init__":
             blocks += [f"### `{each.title}`", _code(each.body, "")]
     return "\n\n".join(blocks)
@@ -206,6 +235,7 @@ def _two_columns(concept: Concept) -> str:
     shown: set[str] = set()
     parts = []
     names = {each.name for each in left} | {each.owner for each in left}
+    names -= re_exported(ROOT / concept.path("optimized"))
     for operation in operations or ("forward",):
         if operation not in names:
             continue
@@ -217,11 +247,11 @@ def _two_columns(concept: Concept) -> str:
         ours, theirs = _reached(left, operation), _reached(right, operation)
         own = [each for each in ours if each.name == operation]
         # other operations have their own section on the page
-        theirs = [
-            each
-            for each in theirs
-            if each.name == operation or each.name not in operations
-        ]
+        others = {each.name for each in theirs} & set(operations) - {operation}
+        ours, theirs = (
+            [each for each in side if each.name not in others]
+            for side in (ours, theirs)
+        )
         # steps taken from another operation are shown if the optimized steps are its own
         if _steps(own) or not _steps(theirs):
             ours = own
@@ -251,15 +281,30 @@ def _class(left: list[Function], right: list[Function]) -> Iterator[str]:
 
 
 def _reached(functions: list[Function], operation: str) -> list[Function]:
-    """Return the function of that name and the functions it calls in its file, in file order."""
-    names = {operation}
-    while True:
-        used = {
-            name for each in functions if each.name in names for name in each.uses
-        } & {each.name for each in functions if not each.owner}
-        if used <= names:
-            return [each for each in functions if each.name in names]
-        names |= used
+    """Return the function of that name and those that it leads to, in the order of the files.
+
+    It leads to what it calls, and through classes and tables to what these name. Methods are left
+    out that have no steps.
+    """
+    leads: dict[str, set[str]] = {}
+    for path in {function.path for function in functions}:
+        for name, names in _values_in(path).items():
+            leads.setdefault(name, set()).update(names)
+    for function in functions:
+        if not function.owner or function.name == operation:
+            leads.setdefault(function.name, set()).update(function.uses)
+    names = [operation]
+    for name in names:  # grows
+        names += sorted((leads.get(name, set()) & leads.keys()) - {*names})
+    return [
+        function
+        for function in functions
+        if (
+            function.name in names
+            and (not function.owner or function.name == operation)
+        )
+        or (function.owner in names and _steps([function]))
+    ]
 
 
 def _steps(functions: list[Function]) -> list[str]:

@@ -1,16 +1,17 @@
-"""Verdicts on the kernels of other projects: tables made from the records of runs on a GPU.
+"""Verdicts on the kernels of other projects: tables made from docs/data/verdicts.jsonl.
 
-`tests/gpu/verdicts.py` writes the records. For each adapter the newest record that judged it is
-shown. `docs/adapters/explanations.json` says of each failure whose fault it is, and why.
+It has the newest verdict on each adapter, and the laws that it breaks.
+`docs/adapters/explanations.json` says of each failure whose fault it is, and why.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-RECORDS = ROOT / "tests" / "records"
-EXPLANATIONS = ROOT / "docs" / "adapters" / "explanations.json"
+from page_data import DATA, read_rows
+from page_rows import FAILED, size_of_case
+
+EXPLANATIONS = Path(__file__).parents[1] / "adapters" / "explanations.json"
 FAULTS = {
     "kernel": "the kernel",
     "convention": "none, the kernel has another convention",
@@ -19,7 +20,6 @@ FAULTS = {
     "law": "the law",
 }
 """Whose fault a failure may be."""
-FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 TITLES = {
     "flash_attention_3_latent": "FlashAttention-3, latent decodes",
     "flash_attention_3_paged": "FlashAttention-3, paged",
@@ -40,21 +40,17 @@ TITLES = {
 Verdict = dict[str, Any]
 
 
-def newest_verdicts() -> dict[str, Verdict]:
-    """Return the newest verdict on each adapter, with the date, device and commit of its record.
+def newest_verdicts(folder: Path = DATA) -> dict[str, Verdict]:
+    """Return the newest verdict on each adapter, with the laws that it breaks.
 
-    An adapter whose library was never installed has a verdict without laws.
+    An adapter whose library was never installed has a verdict without counts.
     """
     found: dict[str, Verdict] = {}
-    files = sorted(RECORDS.glob("*-verdicts.json"))
-    records = [(path, json.loads(path.read_text(encoding="utf-8"))) for path in files]
-    # the date is ISO 8601 in UTC; the name of a file does not say which run was later
-    for path, record in sorted(records, key=lambda each: each[1]["date"]):
-        run = {name: record[name] for name in ("date", "device", "commit", "versions")}
-        for verdict in record["verdicts"]:
-            name = verdict["adapter"]
-            if verdict["laws"] or not found.get(name, {}).get("laws"):
-                found[name] = verdict | {"run": run | {"record": path.name}}
+    for row in read_rows("verdicts", folder):
+        if "law" in row:
+            found[row["adapter"]]["laws"].append(row)
+        else:
+            found[row["adapter"]] = row | {"laws": []}
     order = [*TITLES]
     return dict(sorted(found.items(), key=lambda each: order.index(each[0])))
 
@@ -86,13 +82,13 @@ def verdict_table() -> str:
         "|---|---|---:|---:|---:|---:|---:|---|",
     ]
     for name, verdict in newest_verdicts().items():
-        run, counts = verdict["run"], verdict["counts"]
-        if not verdict["laws"]:
+        counts = verdict["counts"]
+        if not counts:
             why = f"no law was judged: {verdict.get('why') or verdict['ended']}"
             lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | | {why} |")
             continue
         failed = sum(counts.get(each, 0) for each in FAILED)
-        where = f"{run['device']}, {run['date'][:10]}, {run['commit'][:7]}"
+        where = f"{verdict['device']}, {verdict['date'][:10]}, {verdict['commit'][:7]}"
         cells = [
             f"[{TITLES[name]}](#{name})",
             verdict["library"],
@@ -111,7 +107,7 @@ def verdict_details() -> str:
     """Return a section per kernel: each failure with its explanation and its smallest input."""
     parts = []
     for name, verdict in newest_verdicts().items():
-        if not verdict["laws"]:
+        if not verdict["counts"]:
             continue
         parts.append(f"### {TITLES[name]} {{: #{name} }}")
         parts.append(_summary_of(verdict))
@@ -123,31 +119,28 @@ def verdict_details() -> str:
         parts += [
             f"Not explained: *{law['law']}*."
             for law in verdict["laws"]
-            if law["status"] in FAILED
-            and not any(explains(each, name, law) for each in known)
+            if not any(explains(each, name, law) for each in known)
         ]
     return "\n\n".join(parts)
 
 
 def _summary_of(verdict: Verdict) -> str:
     """Return what was judged, and what was not."""
-    run, counts = verdict["run"], verdict["counts"]
+    counts = verdict["counts"]
     versions = ", ".join(
-        f"{each} {run['versions'][each]}" for each in ("torch", "triton")
+        f"{each} {version}" for each, version in verdict["versions"].items()
     )
     words = [f"{counts.get('held', 0)} laws hold on {verdict['cases']:,} cases"]
     words.append(f" ({verdict['library']}; {versions}; {verdict['ended']}).")
-    outside = dict(verdict["undeclared"])
-    others = sum(outside.values()) - outside.pop("operations that are not declared", 0)
-    if others:
-        first = "; ".join(list(outside)[:4])
+    if verdict["undeclared"]:
+        first = "; ".join(verdict["undeclared"])
         words.append(f" Undeclared, among others: {first}.")
     return "".join(words)
 
 
 def _failure(explanation: dict[str, Any], laws: list[dict[str, Any]]) -> str:
     """Return a failure: whose fault it is and why, the smallest input, and the laws."""
-    first = min(laws, key=_size)
+    first = min(laws, key=size_of_case)
     parts = [f"**{explanation['title']}** Fault: {FAULTS[explanation['fault']]}."]
     parts[0] += f" {explanation['why']}"
     if "upstream" in explanation:
@@ -165,9 +158,3 @@ def _failure(explanation: dict[str, Any], laws: list[dict[str, Any]]) -> str:
         others = ", ".join(f"*{law['law']}*" for law in laws if law is not first)
         parts.append(f"Laws that fail alike: {others}.")
     return "\n\n".join(parts)
-
-
-def _size(law: dict[str, Any]) -> tuple[bool, int]:
-    """Return a sort key: laws whose input is a batch first, then by the length of the input."""
-    case = law.get("case", "")
-    return not case.startswith("BatchPlan("), len(case)

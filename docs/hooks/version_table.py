@@ -1,10 +1,11 @@
 """Table of the versions on which the quick tests ran, from the record of `make matrix`."""
 
 import json
-from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[2] / "tests" / "records" / "versions.json"
+from page_data import DATA
+
+RECORD = DATA / "versions.json"
 PACKAGES = ("python", "torch", "triton", "numpy", "xformers")
 
 

@@ -9,9 +9,6 @@ block table. The entries of the other rows for it are never read, and are not va
 
 import torch
 
-from ...bookkeeping.attention.cascade import (
-    use_cascade_attention as use_cascade_attention,
-)
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
@@ -23,12 +20,16 @@ from ...contract.shapes import (
     TokenCounts,
     ValueCache,
 )
+from ...reference.attention.cascade import (
+    use_cascade_attention as use_cascade_attention,
+)
 from ...validation import values_checked
-from ...validation.cascade import check_cascade
-from ..launch.attention_call import AttentionCall
-from ..launch.cascade import attend_cascade
-from ..launch.dispatch import check_compute_dtype, choose_options
-from ..launch.operators import operator
+from ..dispatch.cascade import PIPELINE
+from ..dispatch.checks import check_cascade_call
+from ..dispatch.dispatch import choose_options, reject_compute_dtype
+from ..dispatch.pipeline import attend
+from ..runtime.attention_call import AttentionCall
+from ..runtime.operators import operator
 from .paged import paged_attention
 
 
@@ -54,29 +55,17 @@ def cascade_attention(
     Raises:
         NotImplementedError: what `paged_attention` of this package does not compute.
     """
-    check_compute_dtype(compute_dtype)
+    if compute_dtype != torch.float32:
+        reject_compute_dtype(compute_dtype)
     options = choose_options(options, causal=True)
     call = AttentionCall(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
         max_query_len, max_seq_len, scale, out, lse, options,
     )  # fmt: skip
     if not common_prefix_len or not len(block_table):
-        _check(call, common_prefix_len, values_checked())
+        check_cascade_call(call, common_prefix_len, values_checked(query))
         return paged_attention(
             query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
             max_query_len, max_seq_len, scale=scale, out=out, lse=lse, options=options,
         )  # fmt: skip
-    return attend_cascade(call, common_prefix_len, _check)
-
-
-def _check(call: AttentionCall, common_prefix_len: int, contents: bool) -> None:
-    """Raise if a call is wrong; validate contents too if `contents` is True."""
-    (
-        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, _,
-        out, lse, options,
-    ) = call  # fmt: skip
-    assert block_table is not None
-    check_cascade(
-        query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
-        common_prefix_len, out, lse, options, contents,
-    )  # fmt: skip
+    return attend(PIPELINE, call, check_cascade_call, common_prefix_len)

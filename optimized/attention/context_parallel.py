@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ...bookkeeping.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.shapes import (
     BlockTable,
@@ -23,13 +23,15 @@ from ...contract.shapes import (
     ValueCache,
     WideTokenCounts,
 )
+from ...reference.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
 from ...validation import values_checked
 from ...validation.cascade import check_dcp_attention
 from ...validation.step_shapes import check_rank_lens, check_ranks
-from ..launch.operators import operator
+from ..runtime.operators import operator
 from .paged import paged_attention
 
 
+@typed
 def get_dcp_local_seq_lens(
     seq_lens: TokenCounts | WideTokenCounts,
     dcp_world_size: int = 1,
@@ -38,7 +40,7 @@ def get_dcp_local_seq_lens(
 ) -> RankTokenCounts | TokenCounts:
     """Return how many tokens of each sequence are stored on one rank, or on each rank."""
     check_ranks(dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
-    if values_checked():
+    if values_checked(seq_lens):
         check_rank_lens(seq_lens)
     # step: count the positions that each rank stores
     interleave = dcp_kv_cache_interleave_size
@@ -79,7 +81,8 @@ def dcp_attention(
     of_rank = (dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size)
     max_local_len = check_dcp_attention(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
-        max_query_len, max_seq_len, *of_rank, out, lse, options, contents=values_checked(),
+        max_query_len, max_seq_len, *of_rank, out, lse, options, contents=values_checked(query),
+        scale=scale,
     )  # fmt: skip
     # step: find each token's position
     reqs = len(block_table)

@@ -15,10 +15,11 @@ from ...contract.shapes import (
     RaggedValue,
     StartLoc,
 )
-from ...validation import check_encoder_attention
-from ..launch.attention_call import AttentionCall
-from ..launch.dispatch import attend, check_compute_dtype, choose_options
-from ..launch.operators import operator
+from ..dispatch.checks import check_encoder_call
+from ..dispatch.dispatch import PIPELINE, choose_options, reject_compute_dtype
+from ..dispatch.pipeline import attend
+from ..runtime.attention_call import AttentionCall
+from ..runtime.operators import operator
 
 
 @operator(out=["out", "lse"])
@@ -42,22 +43,11 @@ def encoder_attention(
         NotImplementedError: `compute_dtype` is not float32, a head has more than 1,024 elements,
             or inputs are float64. The reference supports them.
     """
-    check_compute_dtype(compute_dtype)
+    if compute_dtype != torch.float32:
+        reject_compute_dtype(compute_dtype)
     options = choose_options(options, causal=False)
     call = AttentionCall(
         query, key, value, None, query_start_loc, key_start_loc, max_query_len,
         max_key_len, scale, out, lse, options,
     )  # fmt: skip
-    return attend(call, _check)
-
-
-def _check(call: AttentionCall, contents: bool) -> None:
-    """Raise if a call is wrong; validate contents too if `contents` is True."""
-    (
-        query, key, value, _, starts, lengths, max_query_len, max_key_len, _,
-        out, lse, options,
-    ) = call  # fmt: skip
-    check_encoder_attention(
-        query, key, value, starts, lengths, max_query_len, max_key_len, out, lse,
-        options, contents=contents,
-    )  # fmt: skip
+    return attend(PIPELINE, call, check_encoder_call)

@@ -2,21 +2,22 @@
 
 Projections are matrix products that torch writes to where they are needed. Decode attends to the
 latents through `paged_attention` with one kv head, whose values are a view of its keys. So nothing
-is copied, and a CUDA graph can capture it. On Hopper, dispatch recognizes this view and launches a
-kernel that reads a latent once, as key and value. Prefill expands the latents of the context in
-chunks. A kernel gathers each chunk and finds the request of each token by bisection. The first
-token of each request in a chunk is computed on the device, so the host reads nothing. The results
-of the chunks are merged in float32.
+is copied, and a CUDA graph can capture it. A kernel family may recognize this view, and read a
+latent once, as key and value. Prefill expands the latents of the context in chunks. A kernel
+gathers each chunk and finds the request of each token by bisection. The first token of each request
+in a chunk is computed on the device, so the host reads nothing. The results of the chunks are
+merged in float32.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.default_modes import are_default, default_modes
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
     BlockTable,
@@ -34,6 +35,7 @@ from ...contract.shapes import (
     TokenCounts,
     ValueUpProjection,
 )
+from ...reference.attention.latent import get_mla_dims as get_mla_dims
 from ...validation import values_checked
 from ...validation.latent import (
     check_concat_and_cache_mla,
@@ -50,9 +52,9 @@ from ..kernels.latent_cache import (
     grid,
     write_latents_kernel,
 )
-from ..launch.launcher import check_launch, launch_kernel
-from ..launch.operators import operator
-from ..launch.repeat.writes import WRITES, record_write, sign_write
+from ..runtime.launcher import check_launch, launch_kernel
+from ..runtime.operators import operator
+from ..runtime.repeat.writes import WRITES, record_write, sign_write
 from .encoder import encoder_attention
 from .merge_states import merge_attn_states
 from .paged import paged_attention
@@ -72,7 +74,7 @@ def concat_and_cache_mla(
     write = (kv_c, k_pe), (kv_cache,), slot_mapping, (scale,)
     signature = sign_write(*write)
     repeated = None if signature is None else WRITES.get(signature)
-    contents = values_checked()
+    contents = values_checked(kv_cache)
     if repeated is not None and not contents and repeated.launch(*write):
         return
     check_concat_and_cache_mla(
@@ -130,7 +132,7 @@ def latent_decode_attention(
     """
     check_latent_decode_attention(
         q_nope, q_pe, kv_cache, w_uk, w_uv, block_table, query_start_loc, seq_lens,
-        max_query_len, max_seq_len, out, lse, options, contents=values_checked(),
+        max_query_len, max_seq_len, out, lse, options, contents=values_checked(q_nope), scale=scale,
     )  # fmt: skip
     check_launch(kv_cache)
     if scale is None:
@@ -187,7 +189,7 @@ def latent_prefill_attention(
     check_latent_prefill_attention(
         q_nope, q_pe, kv_c, k_pe, kv_cache, w_uk, w_uv, block_table, query_start_loc,
         seq_lens, max_query_len, max_seq_len, num_context_tokens, max_context_chunk, out,
-        lse, options, contents=values_checked(),
+        lse, options, contents=values_checked(q_nope), scale=scale,
     )  # fmt: skip
     check_launch(kv_cache)
     tokens, heads, _ = q_nope.shape
@@ -195,7 +197,9 @@ def latent_prefill_attention(
         out = q_nope.new_empty(tokens, heads, w_uv.shape[2])
     if lse is None:
         lse = q_nope.new_empty(heads, tokens, dtype=torch.float32)
-    query = torch.cat([q_nope, q_pe], dim=2)
+    nope = q_nope.shape[2]
+    query = q_nope.new_empty(tokens, heads, nope + q_pe.shape[2])
+    query[..., :nope], query[..., nope:] = q_nope, q_pe
     acc = torch.empty_like(out, dtype=torch.float32)
     # step: expand the new tokens' latents to keys and values
     key, value = _expand(kv_c, k_pe, w_uk, w_uv)
@@ -225,11 +229,15 @@ def latent_prefill_attention(
 
 def _project(vectors: Tensor, weights: Tensor, result: Tensor) -> None:
     """Write [heads, tokens, new width] products to `result`, which may have any strides."""
-    with torch.no_grad():
-        if result.dtype == weights.dtype:
-            torch.bmm(vectors, weights, out=result)
-        else:
-            result.copy_(torch.bmm(vectors, weights))
+    vectors, weights, result = vectors.detach(), weights.detach(), result.detach()
+    product = result
+    if result.dtype != weights.dtype:
+        product = torch.empty_like(result, dtype=weights.dtype)
+    # a product with `out` is not changed by autocast, and the context takes longer than the test
+    with nullcontext() if are_default() else default_modes():
+        torch.bmm(vectors, weights, out=product)
+    if product is not result:
+        result.copy_(product)
 
 
 def _expand(

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...bookkeeping.attention.merge_states import log2_lse_to_ln as log2_lse_to_ln
 from ...contract.shapes import (
     LogSumExp,
     Output,
@@ -20,6 +19,7 @@ from ...contract.shapes import (
     PartOutputs,
     RankLogSumExp,
 )
+from ...reference.attention.merge_states import log2_lse_to_ln as log2_lse_to_ln
 from ...validation.merge import check_combine, check_merge
 from ..kernels.merge import (
     State,
@@ -30,8 +30,8 @@ from ..kernels.merge import (
     store_state,
     weigh,
 )
-from ..launch.launcher import check_launch, must_widen
-from ..launch.operators import operator
+from ..runtime.launcher import check_launch, must_widen
+from ..runtime.operators import operator
 
 TOKENS_PER_PROGRAM = 8
 
@@ -139,7 +139,7 @@ def _merge_kernel(
     element = tl.arange(0, BLOCK_D)
     is_token = token < tokens
     has_prefix = is_token & (token < with_prefix)
-    # step: treat log-sum-exps that are not finite as empty
+    # step: treat infinite log-sum-exps as empty
     prefix_lse = load_lse(prefix, 0, token, head, has_prefix, False)
     suffix_lse = load_lse(suffix, 0, token, head, is_token, False)
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)

@@ -1,7 +1,9 @@
 """Paged attention: new tokens attend to keys and values in cache blocks.
 
-The kernels in `kernels/` follow the block table while they attend; nothing is gathered first.
-`launch/dispatch.py` chooses between decode, split-KV and prefill kernels.
+The kernels in `kernels/` follow the block table while they attend; nothing is gathered first. The
+loop over the keys is in `kernels/portable/attention_tile.py`.
+`dispatch/choice.py` chooses the kernel families: decode, append or prefill, each portable or for a
+chip. Batch-invariant calls have kernels of their own.
 """
 
 import torch
@@ -17,10 +19,11 @@ from ...contract.shapes import (
     TokenCounts,
     ValueCache,
 )
-from ...validation import check_paged_attention
-from ..launch.attention_call import AttentionCall
-from ..launch.dispatch import attend, check_compute_dtype, choose_options
-from ..launch.operators import operator
+from ..dispatch.checks import check_paged_call
+from ..dispatch.dispatch import PIPELINE, choose_options, reject_compute_dtype
+from ..dispatch.pipeline import attend
+from ..runtime.attention_call import AttentionCall
+from ..runtime.operators import operator
 
 
 @operator(out=["out", "lse"])
@@ -45,23 +48,11 @@ def paged_attention(
         NotImplementedError: `compute_dtype` is not float32, a head has more than 1,024 elements,
             or there is a float64 cache. The reference supports them.
     """
-    check_compute_dtype(compute_dtype)
+    if compute_dtype != torch.float32:
+        reject_compute_dtype(compute_dtype)
     options = choose_options(options, causal=True)
     call = AttentionCall(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
         max_query_len, max_seq_len, scale, out, lse, options,
     )  # fmt: skip
-    return attend(call, _check)
-
-
-def _check(call: AttentionCall, contents: bool) -> None:
-    """Raise if a call is wrong; validate contents too if `contents` is True."""
-    (
-        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, _,
-        out, lse, options,
-    ) = call  # fmt: skip
-    assert block_table is not None
-    check_paged_attention(
-        query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
-        out, lse, options, contents=contents,
-    )  # fmt: skip
+    return attend(PIPELINE, call, check_paged_call)

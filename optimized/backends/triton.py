@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bookkeeping.cache.kv_cache import get_kv_cache_shape, split_kv_cache
 from ...contract.graph_classes import AttentionCGSupport
 from ...contract.kinds import CACHE_DTYPES, FP8_DTYPES, HOST, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
@@ -22,9 +21,10 @@ from ..attention.paged import paged_attention
 from ..batch.batch_split import split_decodes_and_prefills
 from ..batch.multimodal_prefix import fill_mm_prefix_query_ranges
 from ..cache.cache_ops import reshape_and_cache
-from ..launch.chip import why_no_device
-from ..launch.host_to_device import send
-from ..launch.tuning import MAX_HEAD_SIZE, max_head_size
+from ..cache.kv_cache import get_kv_cache_shape, split_kv_cache
+from ..kernels.portable.host.tuning import MAX_HEAD_SIZE, max_head_size
+from ..runtime.chip import why_no_device
+from ..runtime.host_to_device import send
 
 
 def step_fields(

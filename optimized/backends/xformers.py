@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bookkeeping.cache.kv_cache import get_kv_cache_shape, split_kv_cache
 from ...contract.kinds import FP8_DTYPES, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value
@@ -26,16 +25,17 @@ from ...validation.batch import check_sequences_fit
 from ..attention.encoder import encoder_attention
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
-from ..launch.chip import why_no_device
-from ..launch.tuning import MAX_HEAD_SIZE
-from ..launch.xformers_split_k import (
+from ..cache.kv_cache import get_kv_cache_shape, split_kv_cache
+from ..kernels.portable.host.tuning import MAX_HEAD_SIZE
+from ..runtime.chip import why_no_device
+from .triton import step_fields
+from .xformers_split_k import (
     build_decode_bias,
     split_k_attention,
     why_no_mask,
     why_no_split_k,
     why_no_xformers,
 )
-from .triton import step_fields
 
 
 @dataclass(frozen=True, kw_only=True)

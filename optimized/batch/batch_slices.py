@@ -8,17 +8,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...bookkeeping.batch.batch_slices import (
-    slice_query_start_locs as slice_query_start_locs,
-)
+from ...contract.argument_types import typed
 from ...contract.metadata_classes import (
     CommonAttentionMetadata,
     UBatchSlice,
     cut_fields,
 )
+from ...reference.batch.batch_slices import (
+    slice_query_start_locs as slice_query_start_locs,
+)
 from ...validation.step import check_micro_batch
 
 
+@typed
 def make_metadata_with_slice(
     ubatch_slice: UBatchSlice, attn_metadata: CommonAttentionMetadata
 ) -> CommonAttentionMetadata:
@@ -57,6 +59,7 @@ def make_metadata_with_slice(
     )
 
 
+@typed
 def split_attn_metadata(
     ubatch_slices: Sequence[UBatchSlice],
     common_attn_metadata: CommonAttentionMetadata,

@@ -9,12 +9,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...contract.argument_types import typed
+from ...contract.integers import WideInt
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.shapes import TokenCounts
-from ...validation import check_not_negative
+from ...validation import check_not_negative, check_on_host
 from ...validation.step import check_decode_split, check_prefill_chunks, check_regions
 
 
+@typed
 def reorder_batch_to_split_decodes_and_prefills(
     num_scheduled_tokens: Sequence[int],
     decode_threshold: int = 1,
@@ -46,6 +49,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     return order.tolist()
 
 
+@typed
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata,
     decode_threshold: int = 1,
@@ -79,6 +83,7 @@ def split_decodes_and_prefills(
     )
 
 
+@typed
 def split_decodes_prefills_and_extends(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
@@ -110,10 +115,12 @@ def split_decodes_prefills_and_extends(
     )
 
 
+@typed
 def split_prefill_chunks(
-    seq_lens_cpu: TokenCounts, workspace_size: int, request_offset: int = 0
+    seq_lens_cpu: TokenCounts, workspace_size: WideInt, request_offset: int = 0
 ) -> list[tuple[int, int]]:
     """Return chunks of requests whose sequences fit together in a workspace."""
+    check_on_host("seq_lens_cpu", seq_lens_cpu)
     seq_lens = seq_lens_cpu.numpy()
     check_prefill_chunks(seq_lens, workspace_size)
     totals = np.cumsum(seq_lens, dtype=np.int64)

@@ -6,6 +6,7 @@ numpy builds both lists at once, padding included, and one copy moves them to th
 import numpy as np
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.causal_conv_chunks import (
     CONV_BLOCK_M,
     CONV_MIN_PROGRAMS,
@@ -16,6 +17,7 @@ from ...contract.shapes import ProgramChunks, StartLoc
 from ...validation.step_shapes import check_conv_starts
 
 
+@typed
 def compute_causal_conv1d_metadata(
     query_start_loc_p: StartLoc, device: torch.device | str = "cpu"
 ) -> tuple[dict[int, CausalConv1dChunks], ProgramChunks, ProgramChunks]:

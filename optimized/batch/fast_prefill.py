@@ -7,19 +7,21 @@ so they are copied from the device once. If `logits_indices_padded` is on the ho
 import numpy as np
 import torch
 
-from ...bookkeeping.batch.fast_prefill import derive_fast_prefill_backend
-from ...bookkeeping.batch.fast_prefill import (
-    subclass_attention_backend as subclass_attention_backend,
-)
-from ...bookkeeping.batch.fast_prefill import (
-    subclass_attention_metadata as subclass_attention_metadata,
-)
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...engine.backend_interface import AttentionBackend
 from ...validation.step_shapes import check_wanted_logits
+from .fast_prefill_backend import derive_fast_prefill_backend
+from .fast_prefill_backend import (
+    subclass_attention_backend as subclass_attention_backend,
+)
+from .fast_prefill_backend import (
+    subclass_attention_metadata as subclass_attention_metadata,
+)
 
 
+@typed
 def make_kv_sharing_fast_prefill_common_attn_metadata(
     common_attn_metadata: CommonAttentionMetadata,
 ) -> CommonAttentionMetadata:
@@ -53,6 +55,7 @@ def make_kv_sharing_fast_prefill_common_attn_metadata(
     )
 
 
+@typed
 def create_fast_prefill_custom_backend(
     prefix: str, underlying_attn_backend: type[AttentionBackend]
 ) -> type[AttentionBackend]:

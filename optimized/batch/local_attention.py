@@ -7,10 +7,12 @@ device, which selects the blocks itself, so the host never reads the block table
 import numpy as np
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...validation.step_shapes import check_local_attention
 
 
+@typed
 def make_local_attention_virtual_batches(
     attn_chunk_size: int,
     common_attn_metadata: CommonAttentionMetadata,

@@ -9,15 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import BlockTable, CountsBuffer, SlotMapping
 from ...engine.backend_interface import AttentionMetadataBuilder
 from ...validation.step import check_attn_groups
 from ..cache.block_table import padded_rows
 from ..cache.slot_mapping import compute_slot_mapping_batch
-from ..launch.host_to_device import send
+from ..runtime.host_to_device import send
 
 
+@typed
 def build_common_attn_metadata(
     query_lens: Sequence[int],
     num_computed_tokens: Sequence[int],
@@ -59,6 +61,7 @@ def build_common_attn_metadata(
     )
 
 
+@typed
 def build_attn_metadata(
     attn_metadata_builders: Sequence[AttentionMetadataBuilder],
     num_reqs: int,

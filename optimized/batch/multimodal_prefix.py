@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.multimodal_features import PREFIX_MODALITIES, MultiModalFeature
 from ...contract.shapes import PrefixRanges, QueryRanges, StartLoc, TokenCounts
 from ...validation.step_shapes import (
@@ -17,6 +18,7 @@ from ...validation.step_shapes import (
 )
 
 
+@typed
 def compute_mm_prefix_ranges(
     mm_features: Sequence[Sequence[MultiModalFeature]],
     sliding_window: int | None = None,
@@ -44,6 +46,7 @@ def compute_mm_prefix_ranges(
     return found
 
 
+@typed
 def compute_mm_prefix_range_tensor(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
     num_seqs: int,
@@ -62,6 +65,7 @@ def compute_mm_prefix_range_tensor(
     return torch.from_numpy(padded).to(device, non_blocking=True)
 
 
+@typed
 def fill_mm_prefix_query_ranges(
     out: QueryRanges,
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,

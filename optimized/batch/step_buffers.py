@@ -12,8 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ...contract.argument_types import typed
+from ...contract.integers import as_array
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.metadata_classes import CommonAttentionMetadata
+from ...engine.rank_waits import wait_for_ranks
 from ...validation.step import (
     check_buffer_sizes,
     check_buffered_step,
@@ -25,6 +28,7 @@ _INT32, _INT64 = 4, 8  # bytes
 _NUM_PINNED_BUFFERS = 2
 
 
+@typed
 class StepBuffers:
     """The tensors of an engine's steps, allocated once and written in place.
 
@@ -51,9 +55,8 @@ class StepBuffers:
         self._num_blocks = np.zeros(max_num_reqs, dtype=np.int64)
         self._row_offsets = np.arange(max_num_reqs, dtype=np.int64) * max_blocks
         self._token_numbers = np.arange(max_num_tokens, dtype=np.int64)
-        # new blocks: start and length of each run of entries in the flat table
-        self._new_offsets: list[int] = []
-        self._new_counts: list[int] = []
+        # row -> number of its blocks that the device has; only of rows with new blocks
+        self._num_sent: dict[int, int] = {}
         # offsets of the sections of the buffer, in bytes
         self._lens_at = (max_num_reqs + 1) * _INT32
         self._rows_at = self._lens_at + max_num_reqs * _INT32
@@ -97,13 +100,14 @@ class StepBuffers:
             held = int(self._num_blocks[row])
             self._host_table[row, held : held + len(blocks)] = blocks
             self._num_blocks[row] = held + len(blocks)
-            self._new_offsets.append(row * self.max_blocks + held)
-            self._new_counts.append(len(blocks))
+            self._num_sent.setdefault(int(row), held)
 
     def clear_rows(self, rows: Sequence[int]) -> None:
         """Empty some rows, whose requests have ended."""
         check_rows("rows", rows, self.max_num_reqs)
         self._num_blocks[np.asarray(rows, dtype=np.int64)] = 0
+        for row in rows:
+            self._num_sent.pop(int(row), None)
 
     def build(
         self,
@@ -114,8 +118,8 @@ class StepBuffers:
         num_tokens_padded: int | None = None,
     ) -> CommonAttentionMetadata:
         """Write one step into the buffers and return its metadata."""
-        lens = np.asarray(query_lens, dtype=np.int64)
-        computed = np.asarray(num_computed_tokens, dtype=np.int64)
+        lens = as_array("query_lens", query_lens)
+        computed = as_array("num_computed_tokens", num_computed_tokens)
         num_reqs, num_tokens = len(lens), int(lens.sum())
         check_buffered_step(
             self, lens, computed, rows, num_reqs_padded, num_tokens_padded
@@ -197,17 +201,19 @@ class StepBuffers:
 
     def _copy_to_device(self, pinned: "_PinnedBuffer", end: int) -> None:
         """Copy the filled part of a buffer and the new blocks after it to the device at once."""
-        if not self._new_offsets:
+        if not self._num_sent:
             pinned.send(self._bytes, end)
             return
-        counts = np.asarray(self._new_counts, dtype=np.int64)
+        rows = np.array([*self._num_sent], dtype=np.int64)
+        sent = np.array([*self._num_sent.values()], dtype=np.int64)
+        self._num_sent.clear()
+        # each entry once: `scatter_` writes in any order
+        counts = self._num_blocks[rows] - sent
         ends = counts.cumsum()
         total = int(ends[-1])
-        firsts = np.asarray(self._new_offsets, dtype=np.int64) - (ends - counts)
+        firsts = rows * self.max_blocks + sent - (ends - counts)
         offsets: np.ndarray = firsts.repeat(counts) + np.arange(total)
         block_ids = self._host_table.reshape(-1).take(offsets)
-        self._new_offsets.clear()
-        self._new_counts.clear()
         table = self._block_table.view(-1)
         if total > self._max_new:
             pinned.send(self._bytes, end)
@@ -242,7 +248,9 @@ class _PinnedBuffer:
 
     def wait(self) -> None:
         """Wait until the last copy from this buffer has finished."""
-        if self._copied is not None:
+        if self._copied is not None and not self._copied.query():
+            # the stream may also run a collective, which another rank has left out
+            wait_for_ranks("a pinned buffer is filled again")
             self._copied.synchronize()
 
     def send(self, target: torch.Tensor, num_bytes: int) -> None:

@@ -10,8 +10,9 @@ from itertools import chain
 import numpy as np
 import torch
 
-from ...bookkeeping.cache.block_table import blocks_needed as blocks_needed
+from ...contract.argument_types import typed
 from ...contract.shapes import BlockCounts, BlockTable
+from ...reference.cache.block_table import blocks_needed as blocks_needed
 from ...validation import (
     check_append_blocks,
     check_block_rows,
@@ -20,6 +21,7 @@ from ...validation import (
 _SHORT_ROW = 64
 
 
+@typed
 def make_block_table(
     rows: Sequence[Sequence[int]],
     max_blocks: int | None = None,
@@ -31,6 +33,7 @@ def make_block_table(
     return torch.from_numpy(padded_rows(rows, max_blocks)).to(device)
 
 
+@typed
 def append_blocks(
     block_table: BlockTable,
     num_blocks: BlockCounts,
@@ -62,13 +65,17 @@ def padded_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> np.ndarray:
         check_block_rows(rows, max_blocks)
     table = np.zeros((len(rows), max_blocks), dtype=np.int32)
     num_ids = int(lens.sum())
-    if num_ids <= _SHORT_ROW * len(rows):
-        # one numpy call per row would take longer than one pass over the ids
-        owned = np.arange(max_blocks) < lens[:, None]
-        table[owned] = np.fromiter(chain.from_iterable(rows), np.int32, num_ids)
-    else:
-        for req, row in enumerate(rows):
-            table[req, : len(row)] = row
+    try:
+        if num_ids <= _SHORT_ROW * len(rows):
+            # one numpy call per row would take longer than one pass over the ids
+            owned = np.arange(max_blocks) < lens[:, None]
+            table[owned] = np.fromiter(chain.from_iterable(rows), np.int32, num_ids)
+        else:
+            for req, row in enumerate(rows):
+                table[req, : len(row)] = row
+    except OverflowError:
+        check_block_rows(rows, max_blocks)
+        raise
     if table.min(initial=0) < 0:
         check_block_rows(rows, max_blocks)
     return table

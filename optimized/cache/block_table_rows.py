@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ...contract import shapes
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...validation import values_checked
 from ...validation.step_shapes import (
@@ -22,6 +23,7 @@ from ...validation.step_shapes import (
 )
 
 
+@typed
 class BlockTable:
     """The rows of all requests of an engine, for one group of layers."""
 
@@ -136,6 +138,7 @@ class BlockTable:
         check_row_takes(block_ids, row_idx, num_held, width, per_block)
 
 
+@typed
 def mamba_get_block_table_tensor(
     block_table: shapes.BlockTable,
     seq_lens: shapes.TokenCounts,
@@ -150,7 +153,7 @@ def mamba_get_block_table_tensor(
         block_size,
         num_speculative_blocks,
         mamba_cache_mode,
-        contents=values_checked(),
+        contents=values_checked(block_table),
     )
     if mamba_cache_mode != "align":
         return block_table

@@ -45,9 +45,9 @@ from ..kernels.kv_cache import (
     gather_kv_kernel,
     write_kv_kernel,
 )
-from ..launch.launcher import check_launch, launch_kernel, must_widen
-from ..launch.operators import operator
-from ..launch.repeat.writes import WRITES, record_write, sign_write
+from ..runtime.launcher import check_launch, launch_kernel, must_widen
+from ..runtime.operators import operator
+from ..runtime.repeat.writes import WRITES, record_write, sign_write
 
 
 @operator(changed=["key_cache", "value_cache"])
@@ -64,7 +64,7 @@ def reshape_and_cache(
     write = (key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale)
     signature = sign_write(*write)
     repeated = None if signature is None else WRITES.get(signature)
-    contents = values_checked()
+    contents = values_checked(key_cache)
     if repeated is not None and not contents and repeated.launch(*write):
         return
     check_reshape_and_cache(
@@ -150,7 +150,7 @@ def gather_cache(
         k_scale,
         v_scale,
         dtype,
-        contents=values_checked(),
+        contents=values_checked(key_cache),
     )
     check_launch(key_cache)
     _, block_size, kv_heads, head_size = key_cache.shape

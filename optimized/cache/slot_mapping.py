@@ -13,23 +13,28 @@ import torch
 import triton
 import triton.language as tl
 
-from ...bookkeeping.cache.slot_mapping import (
-    compute_slot_mapping_start_idx as compute_slot_mapping_start_idx,
-)
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
+from ...reference.cache.slot_mapping import (
+    compute_slot_mapping_start_idx as compute_slot_mapping_start_idx,
+)
 from ...validation import (
+    LARGEST_ID,
     check_batch,
+    check_batch_sizes,
     check_one_sequence,
     check_slot_mapping_device,
     values_checked,
 )
-from ..launch.launcher import check_launch
-from ..launch.operators import operator
+from ..kernels.find_request import find_request
+from ..runtime.launcher import check_launch
+from ..runtime.operators import operator
 
 TOKENS_PER_PROGRAM = 256
 
 
+@typed
 def compute_slot_mapping(
     is_profile_run: bool,
     seq_len: int,
@@ -39,7 +44,9 @@ def compute_slot_mapping(
     block_table: Sequence[int] | None,
 ) -> SlotMapping:
     """Return the cache slot of every new token of one sequence."""
-    check_one_sequence(is_profile_run, seq_len, context_len, block_size, block_table)
+    check_one_sequence(
+        is_profile_run, seq_len, context_len, block_size, block_table, start_idx
+    )
     if is_profile_run or block_table is None:
         return torch.full((seq_len,), PAD_SLOT_ID, dtype=torch.int64, device=HOST)
     slots = np.full(seq_len - context_len, PAD_SLOT_ID, dtype=np.int64)
@@ -52,6 +59,7 @@ def compute_slot_mapping(
     return torch.from_numpy(slots)
 
 
+@typed
 def compute_slot_mapping_batch(
     query_lens: Sequence[int],
     num_computed_tokens: Sequence[int],
@@ -61,7 +69,7 @@ def compute_slot_mapping_batch(
     """Return the cache slot of every new token of a batch, computed on the host."""
     lens = np.asarray(query_lens, dtype=np.int64)
     computed = np.asarray(num_computed_tokens, dtype=np.int64)
-    check_batch(lens, computed, block_rows, block_size)
+    check_batch_sizes(lens, computed, block_rows, block_size)
     # the entries with new tokens of all rows, concatenated; entry i of a row has index
     # `shift` + i
     first = computed // block_size
@@ -70,7 +78,17 @@ def compute_slot_mapping_batch(
     touched = [row[start:stop] for row, start, stop in batch]
     counts = end - first
     shift = counts.cumsum() - counts - first
-    block_ids = np.fromiter(chain.from_iterable(touched), np.int64, int(counts.sum()))
+    try:
+        ids = chain.from_iterable(touched)
+        block_ids = np.fromiter(ids, np.int64, int(counts.sum()))
+        are_ids = (
+            0 <= block_ids.min(initial=0) <= block_ids.max(initial=0) <= LARGEST_ID
+        )
+    except OverflowError:
+        are_ids = False
+    if not are_ids:
+        # it finds the entry: in Python's integers, as an id may have more than 64 bits
+        check_batch(query_lens, num_computed_tokens, block_rows, block_size)
     position = np.arange(int(lens.sum()))
     position += (computed - lens.cumsum() + lens).repeat(lens)
     entry = position // block_size
@@ -93,7 +111,7 @@ def compute_slot_mapping_device(
         block_table,
         block_size,
         num_tokens,
-        contents=values_checked(),
+        contents=values_checked(block_table),
     )
     check_launch(block_table)
     slot_mapping = block_table.new_empty(num_tokens, dtype=torch.int64)
@@ -115,25 +133,6 @@ def compute_slot_mapping_device(
             TOKENS=TOKENS_PER_PROGRAM,
         )
     return slot_mapping
-
-
-@triton.jit
-def find_request(start_loc, token, num_reqs, num_halvings):
-    """Return the request of each token; num_reqs for tokens past the last request.
-
-    `start_loc`: [num_reqs + 1] rising starts. `num_halvings`: bits of num_reqs.
-    """
-    # the number of requests that end at or before the token, by bisection
-    low = tl.zeros_like(token)
-    high = low + num_reqs
-    for _ in range(num_halvings):
-        middle = (low + high) // 2
-        search = low < high
-        end = tl.load(start_loc + middle + 1, mask=search, other=0)
-        ended = search & (end <= token)
-        low = tl.where(ended, middle + 1, low)
-        high = tl.where(search & (end > token), middle, high)
-    return low
 
 
 @triton.jit(

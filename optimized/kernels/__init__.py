@@ -1,1 +1,1 @@
-"""The attention kernels: portable Triton kernels, and a folder per chip family."""
+"""The kernels: portable Triton kernels, and a folder per chip."""

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
-from ..launch.launcher import INTERPRETED
+from ..runtime.launcher import INTERPRETED
 
 
 class ScaleStrides(NamedTuple):

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..cache.slot_mapping import find_request
+from .find_request import find_request
 from .fp8 import decode_fp8, load_scale, quantise
 
 TOKENS_PER_PROGRAM = 4

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..cache.slot_mapping import find_request
+from .find_request import find_request
 from .fp8 import encode_fp8, load_scale
 
 BLOCK_TOKENS = tl.constexpr(16)

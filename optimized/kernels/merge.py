@@ -100,7 +100,8 @@ def add_partial(acc, l_i, value, alpha, weight):
 def finish(acc, l_i, m_i, BASE_E: tl.constexpr):
     """Return outputs and log-sum-exps in their base; 0 and -inf if all results are empty."""
     unit: tl.constexpr = LN_2 if BASE_E else 1.0
-    divisor = tl.where(l_i > 0, l_i, 1.0)
+    # a NaN stays
+    divisor = tl.where(l_i == 0, 1.0, l_i)
     return acc / divisor[:, None], tl.fma(
         tl.log2(divisor), tl.full(divisor.shape, unit, tl.float32), m_i
     )

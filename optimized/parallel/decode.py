@@ -6,12 +6,13 @@ which a row has `value_head_size` elements, its log-sum-exp, and padding to 32 b
 packed. The combine kernel reads the received buffer in place, in the order of the splits, counts
 the sinks and writes the output.
 
-The fixed splits of a rank are requests of one launch (`launch/rank_splits.py`).
+The fixed splits of a rank are requests of one launch (`parallel/rank_splits.py`).
 """
 
 import torch
 from torch import Tensor
 
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import (
@@ -37,16 +38,13 @@ from ...validation.parallel import (
 )
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
-from ..launch.combine_ranks import (
-    ROW_PADDING,
-    add_sinks,
-    combine_received,
-    combine_while_adding,
-)
-from ..launch.rank_batch import make_rank_batch
-from ..launch.rank_splits import RankSplits, as_runs
+from ..runtime.launcher import bound_kernel_loads
+from .combine import ROW_PADDING, add_sinks, combine_received, combine_while_adding
+from .rank_batch import make_rank_batch
+from .rank_splits import RankSplits, as_runs
 
 
+@typed
 class DecodeContextParallel:
     """Attention steps of one rank, in a group that shares each sequence's keys.
 
@@ -80,11 +78,13 @@ class DecodeContextParallel:
         self.device = torch.device(device)
         ranks.agree(
             torch=torch.__version__.split("+")[0],
-            sizes=[*sizes, value_head_size],
+            sizes=[*sizes, value_head_size or head_size],
             exchange=exchange,
             splits=None if splits is None else [splits.count, splits.run],
             dtype=str(dtype),
+            implementation=type(self).__module__,
         )
+        bound_kernel_loads()
         self._splits = RankSplits(self.of_rank, splits, self.device)
         self._value_size = value_head_size or head_size
         rows = num_query_heads * max_num_tokens
@@ -120,7 +120,9 @@ class DecodeContextParallel:
         The host does not wait. A block table of the same width as an earlier one copies nothing
         from the host, so a CUDA graph can capture the call.
         """
-        is_checked = values_checked()
+        is_checked = values_checked(seq_lens)
+        if is_checked:
+            self.ranks.wait("contents are validated")
         check_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
             self.of_rank, self.max_num_tokens, self.fixed_splits, causal, max_query_len,
@@ -130,7 +132,7 @@ class DecodeContextParallel:
         if is_checked:
             agree_on_batch(
                 self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len,
-                key_cache,
+                key_cache, causal,
             )  # fmt: skip
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
@@ -175,8 +177,10 @@ class DecodeContextParallel:
             query, key_cache, value_cache, batch, heads, world_size, options,
             self.fixed_splits, out, lse,
         )  # fmt: skip
+        # validation of contents would wait for the collectives without a limit
+        waits = values_checked(query)
         # step: gather the query heads of all ranks
-        q = self._gather(query)
+        q = self._gather(query, waits)
         # step: attend to the splits that this rank stores
         outs, lses = self._send_buffer(batch, value_cache.shape[-1])
         run = 0 if self.fixed_splits is None else self.fixed_splits.run
@@ -205,8 +209,8 @@ class DecodeContextParallel:
         # step: exchange partial results, and combine them by log-sum-exp
         if self.exchange == "all_to_all":
             # the kernel counts the sinks, too
-            return self._combine_here(batch, outs, options.sinks, out, lse)
-        result, joint = combine_while_adding(self.ranks, outs, lses)
+            return self._combine_here(batch, outs, options.sinks, out, lse, waits)
+        result, joint = combine_while_adding(self.ranks, outs, lses, waits)
         # step: count the sinks once, after all keys
         if options.sinks is not None:
             result, joint = add_sinks(result, joint, options.sinks, batch)
@@ -214,8 +218,12 @@ class DecodeContextParallel:
             lse.copy_(joint.T)
         return out.copy_(result)
 
-    def _gather(self, query: Tensor) -> Tensor:
-        """Return the query heads of all ranks, [tokens, ranks * heads, head_size]."""
+    def _gather(self, query: Tensor, waits: bool) -> Tensor:
+        """Return the query heads of all ranks, [tokens, ranks * heads, head_size].
+
+        Args:
+            waits: As in `RankGroup.all_gather`.
+        """
         if self.of_rank[0] == 1:
             return query
         tokens, heads, size = query.shape
@@ -230,7 +238,8 @@ class DecodeContextParallel:
             sent.copy_(query.transpose(0, 1))
         every = self._queries[: query.numel() * self.of_rank[0]]
         every = every.view(self.of_rank[0], heads, tokens, size)
-        return self.ranks.all_gather(sent, every).flatten(0, 1).transpose(0, 1)
+        gathered = self.ranks.all_gather(sent, every, waits)
+        return gathered.flatten(0, 1).transpose(0, 1)
 
     def _send_buffer(self, batch: RankBatch, value_size: int) -> tuple[Tensor, Tensor]:
         """Return the views of the sent buffer that the kernel writes.
@@ -252,11 +261,13 @@ class DecodeContextParallel:
         sinks: Tensor | None,
         out: Tensor,
         lse: Tensor | None,
+        waits: bool,
     ) -> Tensor:
         """Combine the rows of this rank's heads, from one packed exchange, and return `out`.
 
         Args:
             outs: [splits * tokens, ranks * heads, value_head_size], in the sent buffer.
+            waits: As in `RankGroup.all_gather`.
         """
         value_size = outs.shape[-1]
         shape = (
@@ -266,5 +277,5 @@ class DecodeContextParallel:
         elements = outs.numel() // max(value_size, 1) * (value_size + ROW_PADDING)
         sent = self._sent[:elements].view(shape)
         received = self._received[:elements].view(shape)
-        received = self.ranks.all_to_all(sent, received)
+        received = self.ranks.all_to_all(sent, received, waits)
         return combine_received(received, self._splits.order, batch, sinks, out, lse)

@@ -10,8 +10,7 @@ from functools import cached_property
 
 import torch
 
-from ...bookkeeping.parallel.prefill_chunks import share_prompts
-from ...bookkeeping.parallel.prompt_ranks import PromptRanks
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import PrefillShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
@@ -19,9 +18,12 @@ from ...engine.rank_agreement import agree_on_rows
 from ...validation import values_checked
 from ...validation.parallel import check_prefill_tokens
 from ..attention.paged import paged_attention
-from ..launch.rank_buffers import RankBuffers
+from ..parallel.prefill_chunks import share_prompts
+from ..parallel.prompt_ranks import PromptRanks
+from .rank_buffers import RankBuffers
 
 
+@typed
 class PrefillContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step.
 
@@ -36,7 +38,7 @@ class PrefillContextParallel(PromptRanks):
 
     def prepare(self, query_lens: Sequence[int]) -> PrefillShare:
         """Return the chunks that this rank computes, once per step, for all layers."""
-        self.begin_step(query_lens, is_compared=values_checked())
+        self._begin_step(query_lens, is_compared=values_checked(self.device))
         # step: cut each prompt into two chunks per rank, and find the rows of its keys
         return share_prompts(
             query_lens,
@@ -58,8 +60,12 @@ class PrefillContextParallel(PromptRanks):
         options: AttentionOptions = DEFAULT_OPTIONS,
     ) -> Output:
         """Return attention of this rank's tokens over the prompts up to their positions."""
-        check_prefill_tokens(query, key, value, share, options)
-        if values_checked():
+        waits = values_checked(query)
+        check_prefill_tokens(
+            query, key, value, share, self.block_size, scale, out, lse, options,
+            contents=waits,
+        )  # fmt: skip
+        if waits:
             agree_on_rows(self.ranks, key, value)
         tokens, kv_heads, head_size = key.shape
         width = head_size + value.shape[-1]
@@ -69,7 +75,7 @@ class PrefillContextParallel(PromptRanks):
         sent[:tokens, :, :head_size] = key
         sent[:tokens, :, head_size:] = value
         every = self._buffers.get("received", (self.ranks.world_size, *shape), key)
-        gathered = self.ranks.all_gather(sent, every).flatten(0, 1)
+        gathered = self.ranks.all_gather(sent, every, waits).flatten(0, 1)
         # step: put them into the order of their positions
         slots = len(share.gathered_rows)
         in_order = self._buffers.get("in order", (slots, kv_heads, width), key)

@@ -12,8 +12,7 @@ from functools import cached_property
 
 import torch
 
-from ...bookkeeping.parallel.prompt_ranks import PromptRanks
-from ...bookkeeping.parallel.ring_rounds import list_rounds
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import RingShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
@@ -23,9 +22,12 @@ from ...validation.parallel import check_ring_tokens
 from ..attention.merge_states import merge_attn_states
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
-from ..launch.rank_buffers import RankBuffers
+from ..parallel.prompt_ranks import PromptRanks
+from ..parallel.ring_rounds import list_rounds
+from .rank_buffers import RankBuffers
 
 
+@typed
 class RingContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step, over shares that go round a ring.
 
@@ -40,7 +42,7 @@ class RingContextParallel(PromptRanks):
 
     def prepare(self, query_lens: Sequence[int]) -> RingShare:
         """Return the chunks that this rank computes, once per step, for all layers."""
-        self.begin_step(query_lens, is_compared=values_checked())
+        self._begin_step(query_lens, is_compared=values_checked(self.device))
         # step: cut each prompt into two chunks per rank, and list the keys of each round
         return list_rounds(
             query_lens,
@@ -63,7 +65,8 @@ class RingContextParallel(PromptRanks):
     ) -> Output:
         """Return attention of this rank's tokens over the prompts up to their positions."""
         check_ring_tokens(query, key, value, share, out, lse, options)
-        if values_checked():
+        waits = values_checked(query)
+        if waits:
             agree_on_rows(self.ranks, key, value)
         tokens, heads, size = query.shape
         value_size, get = value.shape[-1], self._buffers.get
@@ -80,7 +83,7 @@ class RingContextParallel(PromptRanks):
             is_last = each is share.rounds[-1]
             if not is_last:
                 # step: start to send the held share to the next rank
-                arrived = self.ranks.start_shift(held, other)
+                arrived = self.ranks.start_shift(held, other, waits)
             if each.max_seq_len:
                 target = partial if number else total
                 # step: attend to the keys of the held share that precede each chunk

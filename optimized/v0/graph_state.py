@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...bookkeeping.v0.graph_state import CapturedSteps
+from ...contract.argument_types import typed
 from ...contract.graph_classes import (
     CAPTURE_VALUES,
     AttentionCGSupportInfo,
@@ -30,8 +30,10 @@ from ...validation.graph import (
     check_step_inputs,
     check_step_output,
 )
+from ..v0.captured_steps import CapturedSteps
 
 
+@typed
 def get_attn_cg_support(
     attn_groups: Sequence[Sequence[GroupSupport]],
     checked_layer_names: AbstractSet[str] | None = None,
@@ -52,6 +54,7 @@ def get_attn_cg_support(
     return AttentionCGSupportInfo().narrow(weakest.support, weakest.backend)
 
 
+@typed
 class CommonAttentionState(CapturedSteps):
     """The buffers of captured decode steps, how they are refilled, and the steps themselves."""
 
@@ -64,7 +67,9 @@ class CommonAttentionState(CapturedSteps):
         attn_metadata: SequenceAttentionMetadata,
     ) -> None:
         """Write a batch into a captured step's buffers; nothing of older batches remains."""
-        check_refill(self, input_buffers, attn_metadata, contents=values_checked())
+        check_refill(
+            self, input_buffers, attn_metadata, contents=values_checked(self.device)
+        )
         live = attn_metadata.num_decode_tokens
         for name in buffer_names(self.is_encoder_decoder_model):
             buffer, batch = getattr(input_buffers, name), getattr(attn_metadata, name)
@@ -92,7 +97,7 @@ class CommonAttentionState(CapturedSteps):
         """
         attn_metadata = self.graph_capture_get_metadata_for_batch(batch_size)
         check_step_inputs(inputs, batch_size)
-        check_can_record(self.device, values_checked())
+        check_can_record(self.device, values_checked(self.device))
         # step: copy the inputs to persistent buffers
         static_inputs = tuple(each.clone() for each in inputs)
         with torch.cuda.device(self.device):

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...bookkeeping.v0.sequence_metadata import (
-    is_block_tables_empty as is_block_tables_empty,
-)
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.sequence_classes import (
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
     SequenceGroup,
     SequenceInput,
+)
+from ...reference.v0.sequence_metadata import (
+    is_block_tables_empty as is_block_tables_empty,
 )
 from ...validation import check_block_rows
 from ...validation.sequences import (
@@ -34,9 +35,10 @@ from ..cache.slot_mapping import (
     compute_slot_mapping_batch,
     compute_slot_mapping_start_idx,
 )
-from ..launch.host_to_device import send
+from ..runtime.host_to_device import send
 
 
+@typed
 def make_tensor_with_pad(
     x: Sequence[Sequence[int | float]],
     pad: int | float,
@@ -58,6 +60,7 @@ def make_tensor_with_pad(
     return padded.to(device)
 
 
+@typed
 class CommonMetadataBuilder:
     """Collects a step's sequence groups and builds its metadata."""
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ...bookkeeping.attention.context_parallel import get_dcp_ranks as get_dcp_ranks
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.kinds import HOST
 from ...contract.shapes import (
@@ -19,6 +19,7 @@ from ...contract.shapes import (
     KeyCache,
     LogSumExp,
     Output,
+    Positions,
     Query,
     RankTokenCounts,
     StartLoc,
@@ -32,6 +33,7 @@ from ...validation.step_shapes import check_rank_lens, check_ranks
 from .paged import paged_attention
 
 
+@typed
 def get_dcp_local_seq_lens(
     seq_lens: TokenCounts | WideTokenCounts,
     dcp_world_size: int = 1,
@@ -110,7 +112,8 @@ def dcp_attention(
             gaps, in the order of their positions.
         query_start_loc: [reqs + 1] where each request's queries start.
         seq_lens: [reqs] keys of each sequence on all ranks together, the new ones included.
-        max_query_len: At least the number of queries of every request.
+        max_query_len: At least the number of queries of every request. A captured graph keeps
+            this number and the next one, so they must hold for every replay.
         max_seq_len: At least every entry of `seq_lens`.
         dcp_world_size: Number of ranks, at least 1.
         dcp_rank: This rank.
@@ -187,3 +190,30 @@ def dcp_attention(
             sinks=options.sinks if dcp_rank == 0 else None,
         ),
     )
+
+
+@typed
+def get_dcp_ranks(
+    positions: Positions, dcp_world_size: int, dcp_kv_cache_interleave_size: int = 1
+) -> Positions:
+    """Return the rank that stores each position.
+
+    Args:
+        positions: [positions] int64, at least 0.
+        dcp_world_size: number of ranks, at least 1.
+        dcp_kv_cache_interleave_size: consecutive positions that one rank stores, at least 1.
+
+    Returns:
+        [positions] int64, on the device of the positions.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> get_dcp_ranks(
+        ...     torch.arange(8), dcp_world_size=2, dcp_kv_cache_interleave_size=2
+        ... )
+        tensor([0, 0, 1, 1, 0, 0, 1, 1])
+    """
+    check_ranks(dcp_world_size, None, dcp_kv_cache_interleave_size)
+    return positions // dcp_kv_cache_interleave_size % dcp_world_size

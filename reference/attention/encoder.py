@@ -2,7 +2,7 @@
 
 An encoder reads its whole input at once: every token attends to every other one, in both
 directions, and nothing is kept for later. So keys and values are stored request after request
-(ragged), without a block table. Queries and keys have start offsets of their own and may differ in
+(ragged), without a block table. Queries and keys have starts of their own and may differ in
 number: the tokens of a decoder may attend to those of an encoder.
 """
 
@@ -50,7 +50,8 @@ def encoder_attention(
         value: [key_tokens, kv_heads, value_head_size], any strides.
         query_start_loc: [reqs + 1] where each request's queries start.
         key_start_loc: [reqs + 1] where each request's keys start.
-        max_query_len: At least the number of queries of every request.
+        max_query_len: At least the number of queries of every request. A captured graph keeps
+            this number and the next one, so they must hold for every replay.
         max_key_len: At least the number of keys of every request.
         scale, out, lse, compute_dtype: As in `paged_attention`.
         options: Masks, score functions and the FP8 scale of `out`. Not causal unless they say

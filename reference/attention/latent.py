@@ -14,10 +14,11 @@ latent is expanded to a value at the end, once per query.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ...bookkeeping.attention.latent import get_mla_dims as get_mla_dims
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.latent_classes import MLADims as MLADims
 from ...contract.shapes import (
@@ -40,6 +41,7 @@ from ...validation import validated
 from ...validation.latent import (
     check_concat_and_cache_mla,
     check_latent_decode_attention,
+    check_mla_config,
 )
 from ..cache.fp8 import quantise
 from .encoder import encoder_attention
@@ -208,3 +210,37 @@ def latent_decode_attention(
     # step: expand each head's average latent to its value
     result = torch.einsum("thl,hlv->thv", average, w_uv)
     return result.to(dtype) if out is None else out.copy_(result)
+
+
+@typed
+def get_mla_dims(hf_text_config: Any) -> MLADims:
+    """Return the widths of a model's latent attention.
+
+    Args:
+        hf_text_config: text configuration of a Hugging Face model. `q_lora_rank` may be missing
+            or None.
+
+    Raises:
+        ValueError: a width is missing or below 1.
+
+    Source:
+        vLLM's function of that name; DeepSeek-V2, 2024.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> get_mla_dims(SimpleNamespace(
+        ...     kv_lora_rank=512,
+        ...     qk_nope_head_dim=128,
+        ...     qk_rope_head_dim=64,
+        ...     v_head_dim=128,
+        ... )).cached_width
+        576
+    """
+    check_mla_config(hf_text_config)
+    return MLADims(
+        q_lora_rank=getattr(hf_text_config, "q_lora_rank", None),
+        kv_lora_rank=hf_text_config.kv_lora_rank,
+        qk_nope_head_dim=hf_text_config.qk_nope_head_dim,
+        qk_rope_head_dim=hf_text_config.qk_rope_head_dim,
+        v_head_dim=hf_text_config.v_head_dim,
+    )

@@ -4,14 +4,19 @@ Attention over some of the keys gives two results: an average of their values, a
 of their scores, which is the logarithm of the total weight. Partial results over disjoint sets of
 keys combine into the result over all of them: each average is weighted by its share of the total
 weight. So the keys can be split (a shared prefix, chunks, ranks) and computed in any order.
+
+As in a softmax, the largest log-sum-exp is subtracted, and weights are divided by their own sum.
+So shares sum to 1, and a merged element is between those that it is merged from, however large the
+log-sum-exps are.
 """
 
 import math
 
 import torch
 
-from ...bookkeeping.attention.merge_states import log2_lse_to_ln as log2_lse_to_ln
+from ...contract.argument_types import typed
 from ...contract.shapes import (
+    AnyLogSumExp,
     LogSumExp,
     Output,
     PartLogSumExps,
@@ -19,7 +24,8 @@ from ...contract.shapes import (
     RankLogSumExp,
 )
 from ...validation import validated
-from ...validation.merge import check_combine, check_merge
+from ...validation.merge import check_combine, check_lse, check_merge
+from .softmax import share_weight
 
 
 @validated(check_merge)
@@ -39,7 +45,8 @@ def merge_attn_states(
     Args:
         prefix_output: [tokens, query_heads, head_size] over the first set.
         prefix_lse: [query_heads, tokens] log-sum-exp of its scores. -inf (or inf, as some kernels
-            write) means that the set is empty; then its output is not read.
+            write) means that the set is empty; then its output is not read. NaN is an error of the
+            kernel that wrote it, and makes the row NaN.
         suffix_output, suffix_lse: The same over the second set.
         prefill_tokens_with_context: Tokens that have a prefix; those after them get the suffix
             unchanged. If None, all have one.
@@ -74,14 +81,12 @@ def merge_attn_states(
     with_prefix = tokens
     if prefill_tokens_with_context is not None:
         with_prefix = prefill_tokens_with_context
-    # step: treat log-sum-exps that are not finite as empty
+    # step: treat infinite log-sum-exps as empty
     lses = torch.stack([prefix_lse, suffix_lse])
-    base = math.log(prefix_lse_base)
-    lses = torch.where(lses.isinf(), -torch.inf, lses * base)
+    lses = torch.where(lses.isinf(), -torch.inf, lses)
     lses[0, :, with_prefix:] = -torch.inf
     # step: compute the weight of each partial result
-    joint = lses.logsumexp(0)  # [query_heads, tokens]
-    weights = torch.exp(lses - torch.where(joint.isinf(), 0.0, joint))
+    weights, joint = share_weight(lses, math.log(prefix_lse_base))
     # step: add the partial results that have weight
     total = torch.zeros_like(prefix_output, dtype=lses.dtype)
     for part_lse, part, weight in zip(
@@ -92,7 +97,7 @@ def merge_attn_states(
         total += torch.where(is_empty, 0.0, weight * part.to(lses.dtype))
     output.copy_(total)
     if output_lse is not None:
-        output_lse.copy_(joint / base)
+        output_lse.copy_(joint)
     return output
 
 
@@ -106,8 +111,8 @@ def lse_weighted_combine(
 
     Args:
         outputs: [parts, tokens, query_heads, head_size], the partial results.
-        lses: [parts, tokens, query_heads] log-sum-exps. One that is not finite counts as -inf:
-            the set is empty, and its output is not read.
+        lses: [parts, tokens, query_heads] log-sum-exps. One that is not finite, NaN too, counts
+            as -inf: the set is empty, and its output is not read.
         is_lse_base_on_e: Whether the logarithms are natural. If False, they are to base 2.
 
     Returns:
@@ -130,20 +135,38 @@ def lse_weighted_combine(
         >>> output.flatten()
         tensor([5.3333])
     """
-    base = 1.0 if is_lse_base_on_e else math.log(2)
     # step: treat log-sum-exps that are not finite as empty
-    natural = torch.where(lses.isfinite(), lses * base, -torch.inf).contiguous()
+    lses = torch.where(lses.isfinite(), lses, -torch.inf).contiguous()
     # step: compute the weight of each partial result
-    largest = natural.amax(0)  # [tokens, query_heads]
-    weights = torch.exp(natural - torch.where(largest.isinf(), 0.0, largest))
+    weights, joint = share_weight(lses, 1.0 if is_lse_base_on_e else math.log(2))
     # step: add the partial results that have weight
     total = torch.zeros_like(outputs[0], dtype=lses.dtype)
-    total_weight = torch.zeros_like(largest)
-    # one after another, so that the result does not depend on the shape
-    for part_lse, part, weight in zip(natural, outputs, weights, strict=True):
+    for part_lse, part, weight in zip(lses, outputs, weights, strict=True):
         is_empty = part_lse[:, :, None].isinf()
         total += torch.where(is_empty, 0.0, weight[:, :, None] * part.to(lses.dtype))
-        total_weight += weight
-    total /= torch.where(total_weight > 0, total_weight, 1.0)[:, :, None]
-    joint = largest + total_weight.log()
-    return total.to(outputs.dtype), joint / base
+    return total.to(outputs.dtype), joint
+
+
+@typed
+def log2_lse_to_ln(lse: AnyLogSumExp) -> AnyLogSumExp:
+    """Return log-sum-exps converted from base 2 to base e.
+
+    Args:
+        lse: float32 or float64 of any shape: base-2 logarithms, as computed by kernels that use
+            exp2.
+
+    Returns:
+        A new tensor of the same shape and dtype. Infinite values do not change.
+
+    Raises:
+        TypeError: the dtype is not supported.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> log2_lse_to_ln(torch.tensor([0.0, 1.0, float("-inf")]))
+        tensor([0.0000, 0.6931,   -inf])
+    """
+    check_lse(lse)
+    return lse * math.log(2)

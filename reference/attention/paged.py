@@ -62,7 +62,8 @@ def paged_attention(
         block_table: [reqs, max_blocks]. Entries past the end of a sequence are never read.
         query_start_loc: [reqs + 1] where each request's queries start.
         seq_lens: [reqs] keys of each sequence, the new ones included.
-        max_query_len: At least the number of queries of every request.
+        max_query_len: At least the number of queries of every request. A captured graph keeps
+            this number and the next one, so they must hold for every replay.
         max_seq_len: At least every entry of `seq_lens`.
         scale: Factor of the dot products. If None, 1 / sqrt(head_size).
         out: Optional. [tokens, query_heads, value_head_size], modified in place. If None, a new

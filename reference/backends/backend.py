@@ -10,7 +10,6 @@ one step alone.
 import torch
 from torch import Tensor
 
-from ...bookkeeping.cache.kv_cache import get_kv_cache_shape, split_kv_cache
 from ...contract.kinds import FP8_DTYPES, HOST, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value
@@ -26,6 +25,7 @@ from ..attention.paged import paged_attention
 from ..batch.batch_split import split_decodes_and_prefills
 from ..batch.multimodal_prefix import fill_mm_prefix_query_ranges
 from ..cache.cache_ops import reshape_and_cache
+from ..cache.kv_cache import get_kv_cache_shape, split_kv_cache
 
 
 class ReferenceAttentionMetadata(PagedAttentionMetadata):

@@ -9,9 +9,11 @@ later chunk of a long prompt.
 from collections.abc import Sequence
 from itertools import pairwise
 
+from ...contract.argument_types import typed
+from ...contract.integers import WideInt
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.shapes import TokenCounts
-from ...validation import check_not_negative, validated
+from ...validation import check_not_negative, check_on_host, validated
 from ...validation.step import check_decode_split, check_prefill_chunks, check_regions
 
 
@@ -86,6 +88,7 @@ def reorder_batch_to_split_decodes_and_prefills(
     return order
 
 
+@typed
 def split_decodes_and_prefills(
     common_attn_metadata: CommonAttentionMetadata,
     decode_threshold: int = 1,
@@ -153,6 +156,7 @@ def split_decodes_and_prefills(
     )
 
 
+@typed
 def split_decodes_prefills_and_extends(
     common_attn_metadata: CommonAttentionMetadata, decode_threshold: int = 1
 ) -> tuple[int, int, int, int, int, int]:
@@ -214,8 +218,9 @@ def split_decodes_prefills_and_extends(
     )
 
 
+@typed
 def split_prefill_chunks(
-    seq_lens_cpu: TokenCounts, workspace_size: int, request_offset: int = 0
+    seq_lens_cpu: TokenCounts, workspace_size: WideInt, request_offset: int = 0
 ) -> list[tuple[int, int]]:
     """Return chunks of requests whose sequences fit together in a workspace.
 
@@ -240,6 +245,7 @@ def split_prefill_chunks(
         ... )
         [(0, 1), (1, 3)]
     """
+    check_on_host("seq_lens_cpu", seq_lens_cpu)
     seq_lens = seq_lens_cpu.tolist()
     check_prefill_chunks(seq_lens, workspace_size)
     # step: end a chunk before the sequence that does not fit

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import BlockTable, CountsBuffer, SlotMapping
@@ -19,6 +20,7 @@ from ..cache.block_table import make_block_table
 from ..cache.slot_mapping import compute_slot_mapping_batch
 
 
+@typed
 def build_common_attn_metadata(
     query_lens: Sequence[int],
     num_computed_tokens: Sequence[int],

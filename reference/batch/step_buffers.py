@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...validation.step import (
@@ -21,6 +22,7 @@ from ...validation.step import (
 from ..cache.slot_mapping import compute_slot_mapping_batch
 
 
+@typed
 class StepBuffers:
     """The tensors of an engine's steps, allocated once and written in place.
 

@@ -11,16 +11,40 @@ from collections.abc import Sequence
 
 import torch
 
-from ...bookkeeping.cache.block_table import blocks_needed as blocks_needed
+from ...contract.argument_types import typed
+from ...contract.integers import WideInt
 from ...contract.kinds import HOST
 from ...contract.shapes import BlockCounts, BlockTable
 from ...validation import (
     check_append_blocks,
     check_block_rows,
+    check_not_negative,
+    check_positive,
     validated,
 )
 
 
+@typed
+def blocks_needed(num_tokens: WideInt, block_size: WideInt) -> int:
+    """Return the number of blocks that hold a number of tokens.
+
+    Args:
+        num_tokens: tokens, from 0.
+        block_size: slots in a block, from 1.
+
+    Raises:
+        ValueError: a number out of range.
+
+    Example:
+        >>> blocks_needed(num_tokens=9, block_size=4)
+        3
+    """
+    check_not_negative(num_tokens=num_tokens)
+    check_positive(block_size=block_size)
+    return -(-num_tokens // block_size)
+
+
+@typed
 def make_block_table(
     rows: Sequence[Sequence[int]],
     max_blocks: int | None = None,

@@ -5,8 +5,8 @@ when it ends. Then the last row moves into the gap, so that the used rows stay c
 grows by a block when its sequence needs one. Reusing a row discards its previous content.
 
 A kernel may use smaller blocks than the block manager: then each block of the manager is several
-entries. If ranks share a sequence (context_parallel.py), a row holds the blocks of this rank. Each
-of them covers as many positions as all ranks together store in one block.
+entries. If ranks share a sequence (`attention/context_parallel.py`), a row holds the blocks of this
+rank. Each of them covers as many positions as all ranks together store in one block.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ...contract import shapes
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...validation import validated
 from ...validation.step_shapes import (
@@ -27,6 +28,7 @@ from ...validation.step_shapes import (
 from .block_table import make_block_table
 
 
+@typed
 class BlockTable:
     """The rows of all requests of an engine, for one group of layers.
 

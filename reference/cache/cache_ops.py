@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...contract.argument_types import typed
 from ...contract.shapes import (
     BlockMapping,
     BlockTable,
@@ -180,6 +181,7 @@ def gather_cache(
     return key, value
 
 
+@typed
 def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) -> None:
     """Copy whole blocks to other blocks, in every layer.
 
@@ -210,6 +212,7 @@ def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) 
             kv_cache[:, destination] = kv_cache[:, source]
 
 
+@typed
 def swap_blocks(
     source: SourceKVCache,
     destination: DestinationKVCache,

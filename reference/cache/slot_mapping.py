@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ...bookkeeping.cache.slot_mapping import (
-    compute_slot_mapping_start_idx as compute_slot_mapping_start_idx,
-)
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 from ...validation import (
     check_batch,
+    check_not_negative,
     check_one_sequence,
     check_slot_mapping_device,
     validated,
@@ -119,7 +118,7 @@ def compute_slot_mapping_batch(
                 context_len=computed,
                 start_idx=0,
                 block_size=block_size,
-                block_table=row,
+                block_table=row[: -(-(computed + query_len) // block_size)],
             )
         )
     return torch.cat(slots)
@@ -175,3 +174,41 @@ def compute_slot_mapping_device(
     )
     slot_mapping[: len(slots)] = slots
     return slot_mapping.to(block_table.device)
+
+
+@typed
+def compute_slot_mapping_start_idx(
+    is_prompt: bool, query_len: int, context_len: int, sliding_window: int | None
+) -> int:
+    """Return the first position whose key and value need to be stored.
+
+    With a sliding window, later tokens see only the last `sliding_window` tokens of a prompt, so
+    earlier tokens get no slot. A decode always stores its token.
+
+    Args:
+        is_prompt: whether the sequence is still in its prompt.
+        query_len: new tokens.
+        context_len: tokens already in the cache.
+        sliding_window: Optional. Number of visible keys, the query's own included. If None, all
+            keys are visible.
+
+    Returns:
+        A position in the sequence.
+
+    Raises:
+        ValueError: a negative length.
+
+    Source:
+        vLLM's function of that name.
+
+    Example:
+        >>> compute_slot_mapping_start_idx(
+        ...     is_prompt=True, query_len=6, context_len=4, sliding_window=8
+        ... )
+        2
+    """
+    check_not_negative(query_len=query_len, context_len=context_len)
+    if not is_prompt or sliding_window is None:
+        return 0
+    check_not_negative(sliding_window=sliding_window)
+    return max(0, context_len + query_len - sliding_window)

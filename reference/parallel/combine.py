@@ -5,6 +5,7 @@ import torch
 from ...contract.parallel import RankBatch
 from ...engine.rank_group import RankGroup
 from ..attention.merge_states import lse_weighted_combine
+from ..attention.softmax import share_weight
 
 
 def combine_received(
@@ -39,10 +40,9 @@ def combine_while_adding(
     Returns:
         [tokens, heads, value_head_size], [tokens, heads].
     """
-    every = ranks.all_gather(lses[0].contiguous())
-    joint = every.logsumexp(0)  # [tokens, ranks, heads]
-    weights = torch.exp(lses[0] - torch.where(joint.isinf(), 0.0, joint))
-    weighted = (weights[..., None] * outs[0]).movedim(1, 0)
+    # [ranks, tokens, ranks, heads], [tokens, ranks, heads]
+    weights, joint = share_weight(ranks.all_gather(lses[0].contiguous()))
+    weighted = (weights[ranks.rank][..., None] * outs[0]).movedim(1, 0)
     result = ranks.reduce_scatter(weighted.contiguous())
     return result, joint[:, ranks.rank]
 

@@ -1,9 +1,10 @@
 """Parallel attention step: ranks share each sequence's keys and combine their partial results.
 
-Each rank has some of the query heads, and a share of every sequence's keys (context_parallel.py).
-In a step it writes the new tokens that it stores. Then it receives the queries of all ranks,
-attends to its own keys with them, and sends each rank the partial results of that rank's heads. A
-rank combines what it receives by log-sum-exp, in float32 and in a fixed order.
+Each rank has some of the query heads, and a share of every sequence's keys
+(`attention/context_parallel.py`). In a step it writes the new tokens that it stores. Then it
+receives the queries of all ranks, attends to its own keys with them, and sends each rank the
+partial results of that rank's heads. A rank combines what it receives by log-sum-exp, in float32
+and in a fixed order.
 
 The sum of rounded numbers depends on how they are grouped. So results on two ranks and on one rank
 differ in their last bits, unless the groups are fixed. `KeySplits` fixes them: a key's position
@@ -13,7 +14,7 @@ combined in the order of the splits. Then the bits do not depend on the number o
 
 import torch
 
-from ...bookkeeping.parallel.key_splits import order_of_partials
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import (
@@ -38,10 +39,12 @@ from ...validation.parallel import (
 )
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
+from ..parallel.key_splits import order_of_partials
 from .combine import add_sinks, combine_received, combine_while_adding
 from .rank_batch import make_rank_batch
 
 
+@typed
 class DecodeContextParallel:
     """Attention steps of one rank, in a group that shares each sequence's keys.
 
@@ -123,10 +126,11 @@ class DecodeContextParallel:
         self.splits = splits or KeySplits(ranks.world_size, interleave_size)
         ranks.agree(
             torch=torch.__version__.split("+")[0],
-            sizes=[*sizes, value_head_size],
+            sizes=[*sizes, value_head_size or head_size],
             exchange=exchange,
-            splits=[self.splits.count, self.splits.run],
+            splits=None if splits is None else [splits.count, splits.run],
             dtype=str(dtype),
+            implementation=type(self).__module__,
         )
 
     def prepare(
@@ -175,8 +179,9 @@ class DecodeContextParallel:
         )  # fmt: skip
         self.ranks.begin_step()
         agree_on_batch(
-            self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len, key_cache
-        )
+            self.ranks, query_start_loc, seq_lens, num_tokens, max_seq_len, key_cache,
+            causal,
+        )  # fmt: skip
         return make_rank_batch(
             key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len,
             causal, num_tokens if max_query_len is None else max_query_len,

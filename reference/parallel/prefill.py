@@ -12,18 +12,18 @@ Each row is computed on one rank, over all of its keys, and nothing is combined.
 
 from collections.abc import Sequence
 
-import torch
-
-from ...bookkeeping.parallel.prefill_chunks import share_prompts
-from ...bookkeeping.parallel.prompt_ranks import PromptRanks
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import PrefillShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
 from ...engine.rank_agreement import agree_on_rows
 from ...validation.parallel import check_prefill_tokens
 from ..attention.paged import paged_attention
+from ..parallel.prefill_chunks import share_prompts
+from ..parallel.prompt_ranks import PromptRanks
 
 
+@typed
 class PrefillContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step.
 
@@ -66,7 +66,7 @@ class PrefillContextParallel(PromptRanks):
             ValueError: A length is negative.
             RankError: The ranks do not agree on the prompts.
         """
-        self.begin_step(query_lens)
+        self._begin_step(query_lens)
         # step: cut each prompt into two chunks per rank, and find the rows of its keys
         return share_prompts(
             query_lens,
@@ -105,22 +105,26 @@ class PrefillContextParallel(PromptRanks):
             ValueError: Shapes do not match.
             RankError: Another rank has ended or does not answer.
         """
-        check_prefill_tokens(query, key, value, share, options)
+        check_prefill_tokens(
+            query, key, value, share, self.block_size, scale, out, lse, options,
+            contents=True,
+        )  # fmt: skip
         agree_on_rows(self.ranks, key, value)
         # step: gather the keys and values of all ranks
-        own = torch.cat([key, value], dim=-1)
-        padded = own.new_zeros(share.max_tokens, *own.shape[1:])
-        padded[: len(own)] = own
+        tokens, kv_heads, key_size = key.shape
+        row_size = key_size + value.shape[-1]
+        padded = key.new_zeros(share.max_tokens, kv_heads, row_size)
+        padded[:tokens, :, :key_size], padded[:tokens, :, key_size:] = key, value
         gathered = self.ranks.all_gather(padded).flatten(0, 1)
         # step: put them into the order of their positions
         in_order = gathered[share.gathered_rows]
         blocks = len(in_order) // self.block_size
-        cache = in_order.view(blocks, self.block_size, *own.shape[1:])
+        cache = in_order.view(blocks, self.block_size, kv_heads, row_size)
         # step: attend to the keys up to the end of each chunk
         return paged_attention(
             query,
-            cache[..., : key.shape[-1]],
-            cache[..., key.shape[-1] :],
+            cache[..., :key_size],
+            cache[..., key_size:],
             share.block_table,
             share.query_start_loc,
             share.seq_lens,

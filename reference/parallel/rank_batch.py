@@ -2,10 +2,10 @@
 
 import torch
 
-from ...bookkeeping.parallel.key_splits import offsets_of_runs, stored_splits
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import BlockTable, KeyCache, StartLoc, TokenCounts
+from ..parallel.key_splits import offsets_of_runs, stored_splits
 
 
 def make_rank_batch(
@@ -24,8 +24,8 @@ def make_rank_batch(
     """Return the batch of a rank, each slot a block of its own.
 
     Args:
-        key_cache, block_table, query_start_loc, seq_lens, num_tokens, max_seq_len, causal,
-            max_query_len: Those of `DecodeContextParallel.prepare`.
+        key_cache, block_table, query_start_loc, seq_lens: Those of `DecodeContextParallel.prepare`.
+        num_tokens, max_seq_len, causal, max_query_len: Likewise.
         keeps_requests: Whether the requests are those of the step. If not, each new token is one.
         splits: The splits of every sequence's keys.
         of_rank: Number of ranks, this rank, interleave size.

@@ -19,8 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from ...bookkeeping.parallel.prompt_ranks import PromptRanks
-from ...bookkeeping.parallel.ring_rounds import list_rounds
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import RingShare
 from ...contract.shapes import Key, LogSumExp, Output, Query, Value
@@ -29,8 +28,11 @@ from ...validation.parallel import check_ring_tokens
 from ..attention.merge_states import merge_attn_states
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
+from ..parallel.prompt_ranks import PromptRanks
+from ..parallel.ring_rounds import list_rounds
 
 
+@typed
 class RingContextParallel(PromptRanks):
     """Attention of one rank's chunks of the prompts of a step, over shares that go round a ring.
 
@@ -74,7 +76,7 @@ class RingContextParallel(PromptRanks):
             ValueError: A length is negative.
             RankError: The ranks do not agree on the prompts.
         """
-        self.begin_step(query_lens)
+        self._begin_step(query_lens)
         # step: cut each prompt into two chunks per rank, and list the keys of each round
         return list_rounds(
             query_lens,

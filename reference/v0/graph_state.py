@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 
 from torch import Tensor
 
-from ...bookkeeping.v0.graph_state import CapturedSteps
+from ...contract.argument_types import typed
 from ...contract.graph_classes import (
     CAPTURE_VALUES,
     AttentionCGSupportInfo,
@@ -30,8 +30,10 @@ from ...validation.graph import (
     check_step_inputs,
     check_step_output,
 )
+from ..v0.captured_steps import CapturedSteps
 
 
+@typed
 def get_attn_cg_support(
     attn_groups: Sequence[Sequence[GroupSupport]],
     checked_layer_names: AbstractSet[str] | None = None,
@@ -71,6 +73,7 @@ def get_attn_cg_support(
     return weakest
 
 
+@typed
 class CommonAttentionState(CapturedSteps):
     """The buffers of captured decode steps, how they are refilled, and the steps themselves.
 

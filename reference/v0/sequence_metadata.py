@@ -7,17 +7,16 @@ are all new needs no row, as it reads nothing from the cache. A chunk of a longe
 with a prefix-cache hit, and every decode need one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ...bookkeeping.v0.sequence_metadata import (
-    is_block_tables_empty as is_block_tables_empty,
-)
+from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
 from ...contract.sequence_classes import (
+    BlockTables,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
     SequenceGroup,
@@ -74,6 +73,7 @@ def make_tensor_with_pad(
     return padded.to(device)
 
 
+@typed
 class CommonMetadataBuilder:
     """Collects a step's sequence groups and builds its metadata.
 
@@ -315,3 +315,27 @@ class CommonMetadataBuilder:
 
     def _to_device(self, numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=HOST).to(self.device)
+
+
+@typed
+def is_block_tables_empty(
+    block_tables: BlockTables | Sequence[int | None] | None,
+) -> bool:
+    """Return whether a group has no cache: no tables, or None for every sequence.
+
+    Args:
+        block_tables: rows of block ids by sequence id. An empty row counts as a row, and so does
+            anything that is not a mapping.
+
+    Source:
+        vLLM's function of that name. A profile run has no tables.
+
+    Example:
+        >>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})
+        (True, False)
+    """
+    if block_tables is None:
+        return True
+    if not isinstance(block_tables, Mapping):
+        return False
+    return all(row is None for row in block_tables.values())

@@ -13,6 +13,8 @@ implementations that it checks.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..contract.extras import require
+
 if TYPE_CHECKING:
     from .harness.families import flash_attention_like as flash_attention_like
     from .harness.families import flashinfer_like as flashinfer_like
@@ -49,6 +51,8 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is used: an adapter needs `Support` and not all laws."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if _MODULES[name] not in ("families", "support"):
+        require(f"pagetwin.conformance.{name}", "hypothesis")
     module = import_module(f"{__name__}.harness.{_MODULES[name]}")
     return getattr(module, name)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .argument_types import typed
 from .shapes import (
     CausalFlags,
     PerHead,
@@ -22,6 +23,7 @@ PER_BATCH = {"per_batch": True}
 """Declares an option whose tensor has an entry per request or token of one batch."""
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """The options of one attention call: masks, score functions, FP8 scales.
@@ -44,15 +46,15 @@ class AttentionOptions:
         query_ranges: [tokens, 2] int32, first and last position of a range of keys that the query
             attends to whatever the other masks say, such as the image it belongs to. (-1, -1), or
             a first past the last, means no range. If None, no query has one.
-        logits_soft_cap: Cap c turns a scaled score s into c * tanh(s / c). If None, scores are
-            not capped.
+        logits_soft_cap: Cap c turns a scaled score s into c * tanh(s / c). It is above 0, and
+            at most 1e30. If None, scores are not capped.
         alibi_slopes: [query_heads] float32. The score gets slope * (key position - query
             position) added, after the cap. If None, nothing is added.
         position_bias: [query_heads, 2 * reach + 1] float32, added to the score: entry reach + d
             for a key d positions after the query (d < 0: before it). Distances beyond the reach
-            use the outermost entries. If None, nothing is added.
+            use the outermost entries. -inf gives a key no weight. If None, nothing is added.
         sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
-            value. If None, no sink is added.
+            value; -inf takes no weight. If None, no sink is added.
         k_scale: What the keys of an FP8 cache are multiplied by: one number, or [kv_heads]
             float32. If None, the cache is not quantised.
         v_scale: The same for values.
@@ -88,6 +90,21 @@ class AttentionOptions:
     v_scale: Scale | float | None = None
     out_scale: Scale | float | None = None
     batch_invariant: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether all options are the same; a tensor is the same only as itself.
+
+        So options that are equal have the same hash, and nothing is read from a device.
+        """
+        if not isinstance(other, AttentionOptions):
+            return NotImplemented
+        pairs = ((getattr(self, name), getattr(other, name)) for name in OPTION_NAMES)
+        return all(
+            one is two
+            if isinstance(one, Tensor) or isinstance(two, Tensor)
+            else one == two
+            for one, two in pairs
+        )
 
     @cached_property
     def given(self) -> list[str]:

@@ -105,8 +105,9 @@ CAPTURE_VALUES = {
 """The value of each buffer in padding rows.
 
 A request with these values stores nothing and reads one key, the first of a block that every cache
-has. A cache that also holds an encoder's keys has at least two blocks. Lengths are not 0, since a
-request has at least its new token.
+has. The block of cross tables is 1 as in vLLM; block 0 would be as harmless. A cache that also
+holds an encoder's keys has at least two blocks. Lengths are not 0, since a request has at least its
+new token.
 """
 
 

@@ -7,6 +7,11 @@ import torch
 PAD_SLOT_ID = -1
 """The slot of a token whose key and value are not stored (vLLM's name)."""
 
+NULL_BLOCK_ID = 0
+"""The block that fills the entries of a row whose blocks a sliding window has passed (vLLM's name).
+
+No request holds it, and no token that is computed attends to it."""
+
 HOST = torch.device("cpu")
 """The device on which a step is planned, independent of torch's default device."""
 

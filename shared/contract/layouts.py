@@ -1,15 +1,19 @@
 """KV-cache layouts: the order of the cache's axes in memory.
 
 The caches of a model have five axes: layer (L), block (B), head (H), slot (N), content (C: the key
-and value of one slot and head). Code always indexes them in this order. A layout is their order in
-memory, outermost first. It never changes a result. It changes what is contiguous: all heads of a
-token (..N, H, C), all tokens of a head (..H, N, C), or all layers of a block (B, L, ..), which
-then moves in one copy.
+and value of one slot and head). This is the logical order of vLLM 0.33, in which the values of
+`KVCacheLayout` count them. A layout is their order in memory, outermost first. It never changes a
+result or the indices of a view: a layer's cache has the axes keys and values, block, slot, head,
+element in every layout. It changes what is contiguous: all heads of a token (..N, H, C), all tokens
+of a head (..H, N, C), or all layers of a block (B, L, ..), which then moves in one copy.
 """
 
 import os
 from collections.abc import Iterable, Sequence
 from enum import Enum
+
+from .checks import check_not_negative, check_positive
+from .specs import KVCacheSpec
 
 KV_CACHE_LAYOUT_VARIABLE = "PAGETWIN_KV_CACHE_LAYOUT"
 LAYER, BLOCK, HEAD, SLOT, CONTENT = range(5)
@@ -67,6 +71,106 @@ class KVCacheLayout(Enum):
     def slots_before_heads(self) -> bool:
         """Whether the heads of a token are contiguous (NHD), not the tokens of a head (HND)."""
         return self.stride_order.index(SLOT) < self.stride_order.index(HEAD)
+
+
+def compute_kv_cache_shape_bytes(
+    spec: KVCacheSpec, num_blocks: int, kernel_block_size: int | None = None
+) -> tuple[int, int, int, int]:
+    """Return the lengths of one layer's axes [B, H, N, C], the content C in bytes.
+
+    Args:
+        spec: content of a block.
+        num_blocks: blocks of the engine, at least 0.
+        kernel_block_size: Optional. Slots in a block of the kernels, which divides the engine's
+            block. If None, both are the same.
+
+    Raises:
+        ValueError: the kernel's blocks do not divide a block, or its pages are padded.
+
+    Source:
+        vLLM 0.33's `compute_layer_kv_cache_shape_bytes`.
+
+    Example:
+        5 blocks of 16 slots, 2 heads of 64 bfloat16 elements: (5, 2, 16, 256). With kernel blocks
+        of 8 slots: (10, 2, 8, 256).
+    """
+    check_not_negative(num_blocks=num_blocks)
+    parts, content = 1, spec.state_content_size_bytes
+    if kernel_block_size is not None:
+        parts = _count_kernel_blocks(spec, kernel_block_size)
+    return (num_blocks * parts, spec.num_heads, spec.num_states // parts, content)
+
+
+def compute_layout_strides(
+    spec: KVCacheSpec,
+    num_blocks: int,
+    num_layers: int,
+    layout: KVCacheLayout,
+    kernel_block_size: int | None = None,
+) -> tuple[int, int, int, int, int]:
+    """Return the strides in bytes of the axes [L, B, H, N, C] in one allocation of all layers.
+
+    The padding of a page follows its content. So in a padded cache the axes outside of a page are
+    layers and blocks, and heads if there is one.
+
+    Args:
+        spec: content of a block of one layer.
+        num_blocks, num_layers: lengths of the two outer axes.
+        layout: order of the axes in memory.
+        kernel_block_size: Optional. Slots in a block of the kernels. If None, the engine's.
+
+    Raises:
+        ValueError: pages are padded and the layout divides them, or the kernel's blocks do not
+            divide a block.
+
+    Source:
+        vLLM 0.33's function of that name.
+
+    Example:
+        5 blocks of 8,192 bytes with 2 heads and 16 slots of 256 bytes, 3 layers, BLNHC: (8192,
+        24576, 256, 512, 1). A block of all layers has 24,576 bytes.
+    """
+    shape = (
+        num_layers,
+        *compute_kv_cache_shape_bytes(spec, num_blocks, kernel_block_size),
+    )
+    ends_page = spec.page_size_bytes > spec.real_page_size_bytes
+    if ends_page:
+        _check_pages_are_whole(layout, spec.num_heads)
+    strides, step = [0, 0, 0, 0, 0], 1
+    for axis in reversed(layout.stride_order):
+        if ends_page and axis in (LAYER, BLOCK):
+            ends_page, step = False, spec.page_size_bytes
+        strides[axis] = step
+        step *= shape[axis]
+    layers, blocks, heads, slots, content = strides
+    return layers, blocks, heads, slots, content
+
+
+def _count_kernel_blocks(spec: KVCacheSpec, kernel_block_size: int) -> int:
+    """Return the kernel's blocks in a block; raise an error if they do not divide it."""
+    check_positive(kernel_block_size=kernel_block_size)
+    parts, rest = divmod(spec.block_size, kernel_block_size)
+    if rest or spec.num_states % parts:
+        raise ValueError(
+            f"kernel_block_size = {kernel_block_size}: expected a divisor of block_size ="
+            f" {spec.block_size} with whole cells"
+        )
+    if parts > 1 and spec.page_size_bytes > spec.real_page_size_bytes:
+        raise ValueError(
+            f"kernel_block_size = {kernel_block_size}: expected block_size ="
+            f" {spec.block_size}, since the padding of a page is at its end"
+        )
+    return parts
+
+
+def _check_pages_are_whole(layout: KVCacheLayout, num_heads: int) -> None:
+    """Raise an error for padded pages in a layout that divides them by head."""
+    if layout.stride_order.index(HEAD) < 2 and num_heads > 1:
+        raise ValueError(
+            f"layout = {layout.name}: expected one whose blocks hold all {num_heads} heads,"
+            " since pages are padded"
+        )
 
 
 DEFAULT_PREFERENCE = (

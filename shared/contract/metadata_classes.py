@@ -290,7 +290,8 @@ class PagedAttentionMetadata:
 
     Args:
         num_actual_tokens: new tokens, padding not counted.
-        max_query_len, max_seq_len: upper bounds on the host.
+        max_query_len, max_seq_len: upper bounds on the host. A captured graph keeps them, so they
+            must hold for every replay.
         query_start_loc: [reqs + 1], on the device of the cache.
         seq_lens: [reqs].
         block_table: [reqs, max_blocks].

@@ -19,9 +19,12 @@ class MultiModalFeature:
         length: number of its tokens.
         is_embed: Optional. [length] whether each token is an embedding, rather than a separator.
             If None, all are.
+        identifier: Optional. A string that equal contents share and others do not, such as a hash
+            of the image's bytes. If None, the prefix cache cannot tell the content.
     """
 
     modality: str
     offset: int
     length: int
     is_embed: Sequence[bool] | Tensor | None = None
+    identifier: str | None = None

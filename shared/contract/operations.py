@@ -8,15 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Concept:
-    """One file of each twin, or one file of `bookkeeping` that serves both.
+    """One file of each twin; of some, the optimized file re-exports the reference's bodies.
 
     Args:
         name: name of the concept, of its page and of its worked examples.
-        module: file of the concept in both twins, such as "cache.slot_mapping". If `is_single`,
-            its file in `bookkeeping`.
+        module: file of the concept in both twins, such as "cache.slot_mapping".
         summary: first line of that file.
         operations: public functions and classes of the concept.
-        is_single: whether one body serves both twins, which re-export its operations.
+        is_single: whether the bodies of all operations are in the reference and serve both twins.
     """
 
     name: str
@@ -29,15 +28,9 @@ class Concept:
         """Return the concept's file in one of the twins.
 
         Example:
-            "reference/cache/slot_mapping.py"; "shared/bookkeeping/cache/kv_cache.py" for both
-            twins, since one body serves both.
+            "reference/cache/slot_mapping.py".
         """
-        folder = "shared/bookkeeping" if self.is_single else twin
-        return f"{folder}/{self.module.replace('.', '/')}.py"
-
-    def package(self, twin: str) -> str:
-        """Return the package of the concept's file, such as "pagetwin.reference"."""
-        return f"pagetwin.{'bookkeeping' if self.is_single else twin}"
+        return f"{twin}/{self.module.replace('.', '/')}.py"
 
 
 CONCEPTS = (
@@ -327,8 +320,16 @@ class Implementation:
             raise AttributeError(f"{self.name} has no {operation}")
         raise AttributeError(f"{operation!r} is not one of pagetwin's operations")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles hold the names, as a module has neither."""
+        return _import, (self.name, self._top.__name__)
+
     def __repr__(self) -> str:
         return f"Implementation({self.name!r})"
+
+
+def _import(name: str, module: str) -> Implementation:
+    return Implementation(name, importlib.import_module(module))
 
 
 def load_implementation(name: str) -> Implementation:
@@ -343,7 +344,7 @@ def load_implementation(name: str) -> Implementation:
         ValueError: it has none of the operations.
     """
     package = f"pagetwin.{name}" if name in ("reference", "optimized") else name
-    implementation = Implementation(name, importlib.import_module(package))
+    implementation = _import(name, package)
     if not implementation.operations:
         raise ValueError(
             f"{package} has none of the operations: expected functions with names such as"

@@ -51,7 +51,8 @@ class RankBatch:
         block_table: [requests, max_blocks] of each request, split after split.
         query_start_loc: [requests + 1] where each request's queries start.
         seq_lens: [requests] keys of each request.
-        max_query_len: At least the number of queries of every request.
+        max_query_len: At least the number of queries of every request. A captured graph keeps
+            this number and the next one, so they must hold for every replay.
         max_seq_len: At least every entry of `seq_lens`.
         slot_mapping: [tokens] the slot of each new token on this rank. PAD_SLOT_ID if another
             rank stores the token, and for padding.

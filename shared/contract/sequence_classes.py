@@ -9,12 +9,15 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+from .argument_types import typed
+from .integers import WideInt
 from .shapes import BlockTable, SlotMapping, StartLoc, TokenCounts
 
 BlockTables = Mapping[int, Sequence[int] | None]
 """Row of block ids per sequence id; None for a sequence without a cache."""
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class SequenceInput:
     """One sequence of a group.
@@ -27,7 +30,7 @@ class SequenceInput:
             with a sliding window; 0 if all.
     """
 
-    seq_id: int
+    seq_id: WideInt
     query_len: int
     context_len: int = 0
     curr_sliding_window_block: int = 0
@@ -108,6 +111,7 @@ def _shifted(ranges: Sequence[range], by: int) -> tuple[range, ...]:
     return tuple(range(each.start + by, each.stop + by) for each in ranges)
 
 
+@typed
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroup:
     """The sequences of one user's request in one step.

@@ -8,15 +8,38 @@ Layers of different groups may share one tensor.
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import gcd
 
 import torch
 
-from .checks import check_not_negative, check_positive
+from .checks import (
+    check_has_states,
+    check_latent_fields,
+    check_not_negative,
+    check_padded_page,
+    check_positive,
+)
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """Every size that is a multiple of `base`."""
+
+    base: int
+
+    def __post_init__(self) -> None:
+        check_positive(base=self.base)
+
+    def __str__(self) -> str:
+        return f"a multiple of {self.base}"
 
 
 @dataclass(frozen=True)
 class KVCacheSpec:
     """The page of one attention layer: the content of a block and its size in bytes.
+
+    A page has `num_heads * num_states` cells. A cell is the key and the value of one slot and head.
 
     Args:
         block_size: slots (tokens) in a block, at least 1.
@@ -24,9 +47,22 @@ class KVCacheSpec:
         head_size: elements of one head's key, and of its value.
         dtype: dtype of the cache. An FP8 dtype has one byte per element. Its scales are stored
             with the layer, not in a page.
+        head_size_v: Optional. Elements of a head's value. If None, as many as of its key.
+        num_head_slots: Optional. Heads in a page, if a format stores more or fewer than the layer
+            has. If None, `num_kv_heads`.
+        state_content_bytes: Optional. Bytes of a cell in a format of its own. If None, those of a
+            key and a value in `dtype`.
+        tokens_per_state: tokens that are compressed to one cell per head; a fraction if a token
+            has several.
+        page_size_padded: Optional. Bytes of a page with the padding at its end. If None, pages
+            are not padded.
+        block_stride_alignment: Optional. Bytes, or a number of slots, that a kernel wants the
+            distance between two blocks to be a multiple of. If None, any distance is right.
+        dcp_sharded: whether decode context parallelism divides the keys among its ranks.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, a block has no cell, or the padded page is smaller than
+            its content.
 
     Example:
         16 slots of 8 heads of 128 bfloat16 elements, keys and values: 65,536 bytes per page. With
@@ -37,19 +73,89 @@ class KVCacheSpec:
     num_kv_heads: int
     head_size: int
     dtype: torch.dtype = torch.bfloat16
+    head_size_v: int | None = field(default=None, kw_only=True)
+    num_head_slots: int | None = field(default=None, kw_only=True)
+    state_content_bytes: int | None = field(default=None, kw_only=True)
+    tokens_per_state: int | Fraction = field(default=1, kw_only=True)
+    page_size_padded: int | None = field(default=None, kw_only=True)
+    block_stride_alignment: int | MultipleOf | None = field(default=None, kw_only=True)
+    dcp_sharded: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_positive(
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
+        numbers = {
+            "block_size": self.block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "head_size_v": self.head_size_v,
+            "num_head_slots": self.num_head_slots,
+            "state_content_bytes": self.state_content_bytes,
+        }
+        if not isinstance(self.block_stride_alignment, MultipleOf):
+            numbers["block_stride_alignment"] = self.block_stride_alignment
+        given = {name: each for name, each in numbers.items() if each is not None}
+        check_positive(**given)
+        check_has_states(self.block_size, self.tokens_per_state)
+        if self.page_size_padded is not None:
+            check_padded_page(self.page_size_padded, self.real_page_size_bytes)
+
+    @property
+    def has_plain_cells(self) -> bool:
+        """Whether a cell is a key and a value of `head_size` elements of the dtype."""
+        return (
+            self.head_size_v in (None, self.head_size)
+            and self.num_head_slots in (None, self.num_kv_heads)
+            and self.state_content_bytes is None
+            and self.tokens_per_state == 1
         )
 
     @property
-    def page_size_bytes(self) -> int:
-        """Bytes of one block, its keys and its values together."""
-        elements = 2 * self.block_size * self.num_kv_heads * self.head_size
+    def num_heads(self) -> int:
+        """Heads in a page."""
+        return self.num_head_slots or self.num_kv_heads
+
+    @property
+    def num_states(self) -> int:
+        """Cells per head in a page."""
+        return self._states_of(self.block_size)
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        """Bytes of a cell."""
+        if self.state_content_bytes is not None:
+            return self.state_content_bytes
+        elements = self.head_size + (self.head_size_v or self.head_size)
         return elements * self.dtype.itemsize
+
+    @property
+    def real_page_size_bytes(self) -> int:
+        """Bytes of one block, its keys and its values together, without padding."""
+        return self.num_heads * self.num_states * self.state_content_size_bytes
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes from one block to the next: its content and the padding at its end."""
+        return self.page_size_padded or self.real_page_size_bytes
+
+    @property
+    def block_stride_alignment_bytes(self) -> int:
+        """Bytes that the distance between two blocks must be a multiple of.
+
+        Example:
+            A block of 64 slots, MultipleOf(24): kernels read 8 slots at once, so the bytes of 8
+            slots. MultipleOf(64): kernels read whole blocks, so 1.
+        """
+        wanted = self.block_stride_alignment
+        if not isinstance(wanted, MultipleOf):
+            return 1 if wanted is None else wanted
+        slots = gcd(wanted.base, self.block_size)
+        if slots == self.block_size:
+            return 1
+        cells = self.num_heads * self._states_of(slots)
+        return cells * self.state_content_size_bytes
+
+    def _states_of(self, num_slots: int) -> int:
+        """Return the cells per head of some slots."""
+        return int(num_slots // self.tokens_per_state)
 
 
 @dataclass(frozen=True)
@@ -68,13 +174,27 @@ class FullAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class SlidingWindowSpec(KVCacheSpec):
-    """A layer whose tokens attend to the last `sliding_window` keys, their own included."""
+    """A layer whose tokens attend to the last `sliding_window` keys, their own included.
+
+    Args:
+        sliding_window: number of visible keys.
+        extra_retained_tokens: tokens before the window whose keys are kept too.
+    """
 
     sliding_window: int = field(kw_only=True)
+    extra_retained_tokens: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_not_negative(sliding_window=self.sliding_window)
+        check_not_negative(
+            sliding_window=self.sliding_window,
+            extra_retained_tokens=self.extra_retained_tokens,
+        )
+
+    @property
+    def num_retained_tokens(self) -> int:
+        """Tokens before the next one whose keys it needs."""
+        return max(self.sliding_window - 1, 0) + self.extra_retained_tokens
 
 
 @dataclass(frozen=True)
@@ -99,15 +219,37 @@ class MLAAttentionSpec(FullAttentionSpec):
 
     `head_size` is the latent's length, its rotary part included.
 
+    Args:
+        alignment: Optional. Bytes that the size of a page is rounded up to a multiple of. If
+            None, pages are not rounded.
+
+    Raises:
+        ValueError: values of their own size, or both `alignment` and `page_size_padded`, are
+            given.
+
     Example:
         16 slots of one latent of 576 bfloat16 elements: 18,432 bytes per page.
     """
 
+    alignment: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alignment is not None:
+            check_positive(alignment=self.alignment)
+        check_latent_fields(self.head_size_v, self.alignment, self.page_size_padded)
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        """Bytes of a cell. A latent represents key and value, so it is counted once."""
+        return self.state_content_bytes or self.head_size * self.dtype.itemsize
+
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block. A latent represents key and value, so it is counted once."""
-        elements = self.block_size * self.num_kv_heads * self.head_size
-        return elements * self.dtype.itemsize
+        """Bytes from one block to the next, rounded up to the alignment."""
+        if self.alignment is None:
+            return super().page_size_bytes
+        return -(-self.real_page_size_bytes // self.alignment) * self.alignment
 
 
 @dataclass(frozen=True)

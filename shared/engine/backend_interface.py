@@ -242,6 +242,11 @@ class AttentionBackend(Capabilities, ABC):
         if spec.dtype not in taken:
             names = ", ".join(map(str, taken))
             reasons.append(f"dtype = {spec.dtype}: expected one of {names}")
+        if not spec.has_plain_cells or spec.page_size_bytes > spec.real_page_size_bytes:
+            reasons.append(
+                f"a page of {spec.page_size_bytes} bytes: expected a key and a value of"
+                " head_size elements per slot and head, without padding"
+            )
         sizes = cls.get_supported_head_sizes()
         if sizes and spec.head_size not in sizes:
             reasons.append(f"head_size = {spec.head_size}: expected {_as_text(sizes)}")

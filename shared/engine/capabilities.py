@@ -6,27 +6,14 @@ A backend declares its capabilities as class attributes. The methods that an eng
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..contract.kinds import AttentionType, cache_dtype_of
 from ..contract.layouts import BLOCK, HEAD, SLOT, KVCacheLayout
+from ..contract.specs import MultipleOf as MultipleOf
 from ..validation import check_positive
-
-
-@dataclass(frozen=True)
-class MultipleOf:
-    """Every block size that is a multiple of `base`."""
-
-    base: int
-
-    def __post_init__(self) -> None:
-        check_positive(base=self.base)
-
-    def __str__(self) -> str:
-        return f"a multiple of {self.base}"
 
 
 class Capabilities:

@@ -27,6 +27,7 @@ from ..contract.specs import (
 )
 from ..recorder.wrappers.backend import backend_from_environment
 from ..validation import check_positive
+from ..validation.impl import UNCACHED
 from ..validation.layer import (
     check_kv_sharing_target,
     check_new_layer,
@@ -251,9 +252,8 @@ class Attention(nn.Module):
         # step: find the layer's metadata
         metadata = self._metadata_of_layer(attn_metadata)
         # step: measure the scales, once
-        gives_keys = key is not None and not self._target
-        if self.calculate_kv_scales and metadata is not None and gives_keys:
-            self.calc_kv_scales(query, key, value)
+        if self.calculate_kv_scales and metadata is not None:
+            self._measure_scales(query, key, value, metadata)
         # step: remove the slots if the layer shares a cache
         metadata = self._without_slots(metadata)
         if not self.use_output:
@@ -304,13 +304,31 @@ class Attention(nn.Module):
             return replace(metadata, cross_slot_mapping=nothing)
         return replace(metadata, slot_mapping=nothing)
 
+    def _measure_scales(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, metadata: Any
+    ) -> None:
+        """Measure the scales of a layer that writes a cache; padding rows are not read.
+
+        A step without tokens, or without keys, measures nothing, so a later step does.
+        """
+        if key is None or self._target or self.attn_type in UNCACHED:
+            return
+        tokens = keys = metadata.num_actual_tokens
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            starts = metadata.encoder_query_start_loc_cpu
+            keys = 0 if starts is None else int(starts[-1])
+        if tokens and keys:
+            value = None if value is None else value[:keys]
+            self.calc_kv_scales(query[:tokens], key[:keys], value)
+
     def calc_kv_scales(
         self, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> None:
         """Set the scales of a quantised cache from the largest query, key and value.
 
-        It runs in the first step only, before the keys are written. It synchronizes with the
-        device, because the scales are also stored on the host. A layer that shares a cache does
+        It runs in the first step with tokens only, before the keys are written. It synchronizes
+        with the device, because the scales are also stored on the host. Every row counts, so the
+        caller leaves padding out. A layer that shares a cache does
         not measure; the layer that writes the cache does. If a tensor is all zero, its scale is
         1, because later values divided by a scale of 0 would be infinite. A scale that is NaN
         stays NaN, so that it is seen.
@@ -369,8 +387,7 @@ class Attention(nn.Module):
         """
         cache_dtype = cache_dtype_of(self.kv_cache_dtype, dtype)
         sizes = block_size, self.num_kv_heads, self.head_size, cache_dtype
-        uncached = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
-        if self.kv_sharing_target_layer_name is not None or self.attn_type in uncached:
+        if self.kv_sharing_target_layer_name is not None or self.attn_type in UNCACHED:
             return None
         if self.attn_type == AttentionType.ENCODER_DECODER:
             return CrossAttentionSpec(*sizes)

@@ -17,11 +17,12 @@ def agree_on_batch(
     num_tokens: int,
     max_seq_len: int,
     key_cache: Tensor,
+    causal: bool,
 ) -> None:
     """Compare the batch of a step, and the blocks of the cache. The batch is copied to the host.
 
     Raises:
-        RankError: The ranks do not have the same batch, or blocks of other shapes.
+        RankError: The ranks do not have the same batch, or blocks of other shapes or dtypes.
     """
     if ranks.world_size == 1:
         return
@@ -29,6 +30,8 @@ def agree_on_batch(
     ranks.agree(
         step=ranks.step,
         block_shape=list(key_cache.shape[1:]),
+        cache_dtype=str(key_cache.dtype),
+        causal=bool(causal),
         num_tokens=num_tokens,
         max_seq_len=max_seq_len,
         requests=len(lens),

@@ -6,8 +6,10 @@ report. No partial result is returned. After an error the group stays unusable: 
 different steps.
 
 Gloo exchanges tensors in host memory, so tensors on a GPU are copied there and back. NCCL exchanges
-them on the device and returns before it has finished, and it can be captured in a CUDA graph. There
-`wait` holds the time limit.
+them on the device, and it can be captured in a CUDA graph. By default the host waits there too,
+until the collective has ended or the time limit is over. With `waits=False` it continues at once,
+apart from the first collective of each kind, after which kernels are loaded. Then the caller must
+not wait for the device without a limit: `wait`, and `rank_waits.py`.
 """
 
 import json
@@ -22,6 +24,7 @@ from torch import distributed as dist
 
 from .rank_error import RankError as RankError
 from .rank_error import find_missing
+from .rank_waits import come_true, note_group, wait_for_ranks
 
 DESCRIPTION_BYTES = 2048
 """Bytes of the description that ranks exchange to compare a step."""
@@ -42,6 +45,8 @@ class RankGroup:
 
     Args:
         group: Optional. The process group. If None, there is one rank and nothing is exchanged.
+            One of NCCL is created with `device_id`: otherwise its first collective connects the
+            ranks, for which the host waits without a limit.
         timeout: Seconds after which a collective that has not ended raises, above 0.
         store: Optional. A `Store` of torch.distributed that all ranks reach. With it an error names
             the ranks that did not report.
@@ -71,17 +76,34 @@ class RankGroup:
         self.backend = "none" if group is None else str(dist.get_backend(group))
         self.step = 0
         self._error: RankError | None = None
+        self._latest = ""
+        self._kinds: set[tuple[str, torch.dtype, int]] = set()
+        self._issued: Any = None
+        self._works: list[Any] = []
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether collectives run on a GPU, and the host may continue before they have ended."""
+        is_exchanged = self.world_size > 1 and self.backend != "gloo"
+        return is_exchanged and self.device.type == "cuda"
 
     def begin_step(self) -> None:
         """Count a step; errors name its number."""
         self.step += 1
+        if self.is_on_device:
+            note_group(self)
 
-    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, out: Tensor | None = None, waits: bool = True
+    ) -> Tensor:
         """Return the tensors of all ranks.
 
         Args:
             tensor: [...], contiguous, of the same shape and dtype on all ranks.
             out: Optional. [ranks, ...], contiguous, modified in place.
+            waits: Whether the host waits until the collective has ended. It never does during the
+                capture of a CUDA graph, and always with gloo, and after the first collective of a
+                dtype and size (to a power of two).
 
         Returns:
             [ranks, ...]; of a single rank, a view of `tensor`.
@@ -93,14 +115,17 @@ class RankGroup:
             return tensor[None]
         if out is None:
             out = tensor.new_empty(self.world_size, *tensor.shape)
-        return self._run("all-gather", _ALL_GATHER, out, tensor)
+        return self._collect("all-gather", _ALL_GATHER, out, tensor, waits)
 
-    def all_to_all(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    def all_to_all(
+        self, tensor: Tensor, out: Tensor | None = None, waits: bool = True
+    ) -> Tensor:
         """Send entry r to rank r, and return the entries that all ranks sent to this one.
 
         Args:
             tensor: [ranks, ...], contiguous, of the same shape and dtype on all ranks.
             out: Optional. Like `tensor`, modified in place.
+            waits: As in `all_gather`.
 
         Returns:
             [ranks, ...]; of a single rank, `tensor` itself.
@@ -111,9 +136,11 @@ class RankGroup:
         if self.world_size == 1:
             return tensor
         out = torch.empty_like(tensor) if out is None else out
-        return self._run("all-to-all", dist.all_to_all_single, out, tensor)
+        return self._collect("all-to-all", dist.all_to_all_single, out, tensor, waits)
 
-    def reduce_scatter(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+    def reduce_scatter(
+        self, tensor: Tensor, out: Tensor | None = None, waits: bool = True
+    ) -> Tensor:
         """Return the sum over all ranks of this rank's entry.
 
         The library chooses the order of the additions.
@@ -121,6 +148,7 @@ class RankGroup:
         Args:
             tensor: [ranks, ...], contiguous, of the same shape and dtype on all ranks.
             out: Optional. [...], contiguous, modified in place.
+            waits: As in `all_gather`.
 
         Returns:
             [...]; of a single rank, a view of `tensor`.
@@ -131,9 +159,11 @@ class RankGroup:
         if self.world_size == 1:
             return tensor[0]
         out = torch.empty_like(tensor[0]) if out is None else out
-        return self._run("reduce-scatter", _REDUCE_SCATTER, out, tensor)
+        return self._collect("reduce-scatter", _REDUCE_SCATTER, out, tensor, waits)
 
-    def start_shift(self, tensor: Tensor, out: Tensor) -> Callable[[], Tensor]:
+    def start_shift(
+        self, tensor: Tensor, out: Tensor, waits: bool = True
+    ) -> Callable[[], Tensor]:
         """Start to send a tensor to the next rank, and to receive that of the previous one.
 
         Rank 0 is the next one of the last. Until the returned call has ended, `tensor` must not be
@@ -142,6 +172,7 @@ class RankGroup:
         Args:
             tensor: [...], contiguous, of the same shape and dtype on all ranks.
             out: Like `tensor`, modified in place.
+            waits: As in `all_gather`, for the returned call.
 
         Returns:
             A call that waits until both have ended, and returns `out`.
@@ -154,7 +185,14 @@ class RankGroup:
         self._expect_usable()
         if not tensor.numel():
             return lambda: out
-        return self._start_shift(tensor, out)
+        finish = self._start_shift(tensor, out)
+
+        def finish_in_time() -> Tensor:
+            found = finish()
+            self._end("shift", tensor, waits)
+            return found
+
+        return finish_in_time
 
     def agree(self, **values: Any) -> None:
         """Compare values among the ranks.
@@ -176,6 +214,7 @@ class RankGroup:
         line = torch.tensor(
             [*text.ljust(DESCRIPTION_BYTES)], dtype=torch.uint8, device="cpu"
         )
+        self.wait("the ranks are compared")
         found = self.all_gather(line.to(self.device)).cpu()
         theirs = [json.loads(bytes(each.tolist())) for each in found]
         for other, their in enumerate(theirs):
@@ -187,23 +226,70 @@ class RankGroup:
                         " expected the same on all ranks"
                     )
 
-    def wait(self) -> None:
-        """Wait until the device has finished, at most for the time limit. Not during capture.
+    def wait(self, before: str = "") -> None:
+        """Wait until the device has finished, at most for the time limit.
+
+        During the capture of a CUDA graph, and if nothing is exchanged on the device, it returns at
+        once.
+
+        Args:
+            before: What the caller does next, for the error.
 
         Raises:
             RankError: The device has not finished, because another rank did not take part.
         """
-        if self.device.type != "cuda" or self.world_size == 1:
+        if self.is_on_device and not torch.cuda.is_current_stream_capturing():
+            self._wait(before)
+
+    def _wait(self, before: str) -> None:
+        """Raise an error if the device does not finish in time."""
+        # collectives may have been issued on another stream
+        events = [self._record(), *([] if self._issued is None else [self._issued])]
+        queries = [event.query for event in events]
+        queries += [work.is_completed for work in self._works]
+        if not come_true(queries, self.timeout):
+            what = f"the device has not finished after {self.timeout:g} s"
+            what += f", before {before}" if before else ""
+            what += f"; the latest collective is {self._latest}" if self._latest else ""
+            raise self._fail(what, True)
+
+    def _collect(
+        self,
+        name: str,
+        collective: Callable[..., Any],
+        out: Tensor,
+        tensor: Tensor,
+        waits: bool,
+    ) -> Tensor:
+        """Run a collective, wait for it if that is wanted, and return `out`."""
+        found = self._run(name, collective, out, tensor)
+        self._end(name, tensor, waits)
+        return found
+
+    def _end(self, name: str, tensor: Tensor, waits: bool) -> None:
+        """Wait for a collective that was issued, if that is wanted or it is the first of its kind.
+
+        The driver loads a kernel when it is first used, and waits for the device without a limit.
+        What follows a collective of a new size may use kernels for the first time.
+        """
+        if not self.is_on_device or torch.cuda.is_current_stream_capturing():
             return
+        self._issued = self._record()
+        kind = (name, tensor.dtype, tensor.numel().bit_length())
+        if waits or kind not in self._kinds:
+            self.wait()
+            self._kinds.add(kind)
+
+    def _record(self) -> Any:
+        """Return an event after what has been issued on the current stream of the device."""
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        begin = time.monotonic()
-        while not event.query():
-            if time.monotonic() - begin > self.timeout:
-                raise self._fail(
-                    f"the device has not finished after {self.timeout:g} s", True
-                )
-            time.sleep(0.0005)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _note(self, name: str) -> None:
+        """Note a collective that is about to be issued on the device."""
+        self._latest = name
+        note_group(self)
 
     def _run(
         self, name: str, collective: Callable[..., Any], out: Tensor, tensor: Tensor
@@ -213,8 +299,10 @@ class RankGroup:
         if not tensor.numel():
             return out
         if self.backend != "gloo":
+            self._note(name)
             collective(out.view(-1), tensor.view(-1), group=self.group)
             return out
+        wait_for_ranks("a tensor is copied to the host")
         received, sent = out.cpu().view(-1), tensor.cpu().view(-1)
         begin = time.monotonic()
         try:
@@ -233,8 +321,12 @@ class RankGroup:
             for step in (1, -1)
         )
         is_gloo = self.backend == "gloo"
-        sent, received = (tensor.cpu(), out.cpu()) if is_gloo else (tensor, out)
         name = f"send to rank {following}, receive from {previous}"
+        if is_gloo:
+            wait_for_ranks("a tensor is copied to the host")
+        else:
+            self._note(name)
+        sent, received = (tensor.cpu(), out.cpu()) if is_gloo else (tensor, out)
         begin = time.monotonic()
         try:
             works = dist.batch_isend_irecv(
@@ -246,7 +338,11 @@ class RankGroup:
         except (RuntimeError, ValueError) as error:
             raise self._fail_after(name, begin, error) from error
 
+        if not is_gloo:
+            self._works = works
+
         def finish() -> Tensor:
+            self._works = []
             begin = time.monotonic()
             try:
                 for work in works:

@@ -1,7 +1,7 @@
 """Worked examples of every operation, with all their numbers.
 
-The docstrings, the documentation, `pagetwin explain` and the tests use them. Each concept has one
-file with its examples and a picture for the terminal.
+The documentation, `pagetwin explain` and the tests use them. Each concept has one file with its
+examples and a picture for the terminal. The code of an example is in the reference's docstring.
 """
 
 import importlib
@@ -95,4 +95,5 @@ def run_example(
 
 def examples_of(concept: str) -> tuple[Example, ...]:
     """Return the examples of a concept, in the order of its operations."""
-    return tuple(each for each in EXAMPLES if each.concept == concept)
+    examples: tuple[Example, ...] = _FILES[concept].EXAMPLES
+    return examples

@@ -36,36 +36,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "backend",
         "forward",
         "One layer, one step: a decode and a prefill through the same cache.",
-        """\
->>> spec = KVCacheSpec(
-...     block_size=2, num_kv_heads=1, head_size=1, dtype=torch.float32
-... )
->>> kv_cache = reshape_kv_cache(allocate_kv_cache(spec, num_blocks=4), spec)
->>> kv_cache[1, 3] = torch.tensor([10.0, 20.0]).view(2, 1, 1)
->>> step = build_common_attn_metadata(
-...     query_lens=[1, 2],
-...     num_computed_tokens=[2, 0],
-...     block_rows=[[3, 1], [2]],
-...     block_size=2,
-... )
->>> backend = BACKENDS[0]
->>> builder = backend.get_builder_cls()(spec, ["layer 0"], "cpu")
->>> metadata = builder.build(common_prefix_len=0, common_attn_metadata=step)
->>> layer = backend.get_impl_cls()(num_heads=1, head_size=1, scale=1.0)
->>> layer.forward(
-...     layer=None,
-...     query=torch.ones(3, 1, 1),
-...     key=torch.zeros(3, 1, 1),
-...     value=torch.tensor([30.0, 4.0, 7.0]).view(3, 1, 1),
-...     kv_cache=kv_cache,
-...     attn_metadata=metadata,
-...     output=torch.zeros(3, 1, 1),
-... ).flatten()
-tensor([20.0000,  4.0000,  5.5000])
-""",
         (
             StoryStep(
                 "Request 0 wrote values 10 and 20 to block 3 in earlier steps. It has one"
@@ -96,5 +68,32 @@ tensor([20.0000,  4.0000,  5.5000])
                 step="attend for the decodes, then for the prefills",
             ),
         ),
+        own_code="""\
+>>> spec = KVCacheSpec(
+...     block_size=2, num_kv_heads=1, head_size=1, dtype=torch.float32
+... )
+>>> kv_cache = reshape_kv_cache(allocate_kv_cache(spec, num_blocks=4), spec)
+>>> kv_cache[1, 3] = torch.tensor([10.0, 20.0]).view(2, 1, 1)
+>>> step = build_common_attn_metadata(
+...     query_lens=[1, 2],
+...     num_computed_tokens=[2, 0],
+...     block_rows=[[3, 1], [2]],
+...     block_size=2,
+... )
+>>> backend = BACKENDS[0]
+>>> builder = backend.get_builder_cls()(spec, ["layer 0"], "cpu")
+>>> metadata = builder.build(common_prefix_len=0, common_attn_metadata=step)
+>>> layer = backend.get_impl_cls()(num_heads=1, head_size=1, scale=1.0)
+>>> layer.forward(
+...     layer=None,
+...     query=torch.ones(3, 1, 1),
+...     key=torch.zeros(3, 1, 1),
+...     value=torch.tensor([30.0, 4.0, 7.0]).view(3, 1, 1),
+...     kv_cache=kv_cache,
+...     attn_metadata=metadata,
+...     output=torch.zeros(3, 1, 1),
+... ).flatten()
+tensor([20.0000,  4.0000,  5.5000])
+""",
     ),
 )

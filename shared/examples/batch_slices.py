@@ -29,15 +29,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "batch_slices",
         "slice_query_start_locs",
         "Requests 1 and 2 of three, with starts of their own.",
-        """\
->>> slice_query_start_locs(
-...     torch.tensor([0, 3, 7, 12], dtype=torch.int32), slice(1, 3)
-... )
-tensor([0, 4, 9], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Requests 1 and 2 start at tokens 3 and 7 and end at 12.",
@@ -54,26 +47,8 @@ tensor([0, 4, 9], dtype=torch.int32)
         ),
     ),
     Example(
-        "batch_slices",
         "make_metadata_with_slice",
         "Four tokens from the middle of a request of ten.",
-        """\
->>> step = build_common_attn_metadata(
-...     query_lens=[10],
-...     num_computed_tokens=[8],
-...     block_rows=[[7, 2]],
-...     block_size=16,
-... )
->>> part = make_metadata_with_slice(
-...     UBatchSlice(slice(0, 1), slice(2, 6)), step
-... )
->>> part.query_start_loc, part.seq_lens
-(tensor([0, 4], dtype=torch.int32), tensor([14], dtype=torch.int32))
->>> part.num_computed_tokens_cpu
-tensor([10], dtype=torch.int32)
->>> part.slot_mapping
-tensor([122, 123, 124, 125])
-""",
         (
             StoryStep(
                 "Tokens 2 to 5 have positions 10 to 13, which are in block 7 at slots 122 to"
@@ -105,28 +80,8 @@ tensor([122, 123, 124, 125])
         ),
     ),
     Example(
-        "batch_slices",
         "split_attn_metadata",
         "Two micro-batches with a cut inside a request.",
-        """\
->>> step = build_common_attn_metadata(
-...     query_lens=[3, 1],
-...     num_computed_tokens=[0, 4],
-...     block_rows=[[5], [7, 2]],
-...     block_size=4,
-... )
->>> halves = split_attn_metadata(
-...     [
-...         UBatchSlice(slice(0, 1), slice(0, 2)),
-...         UBatchSlice(slice(0, 2), slice(2, 4)),
-...     ],
-...     step,
-... )
->>> [half.query_start_loc_cpu.tolist() for half in halves]
-[[0, 2], [0, 1, 2]]
->>> [half.seq_lens_cpu.tolist() for half in halves]
-[[2], [3, 5]]
-""",
         (
             StoryStep(
                 "The first micro-batch has two tokens of request 0, whose sequence ends there"

@@ -32,23 +32,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "batch_split",
         "reorder_batch_to_split_decodes_and_prefills",
         "One swap moves both decodes to the front; more regions need the computed tokens.",
-        """\
->>> reorder_batch_to_split_decodes_and_prefills([6, 1, 7, 1])
-[3, 1, 2, 0]
->>> reorder_batch_to_split_decodes_and_prefills(
-...     [6, 1, 7, 1], num_computed_tokens=[0, 5, 8, 5]
-... )
-[3, 1, 2, 0]
->>> reorder_batch_to_split_decodes_and_prefills(
-...     [6, 1, 7, 1],
-...     num_computed_tokens=[0, 5, 8, 0],
-...     num_prompt_tokens=[6, 5, 15, 1],
-... )
-[1, 2, 0, 3]
-""",
         (
             StoryStep(
                 "Requests 1 and 3 have one new token each, so they are decodes: region 0. The"
@@ -82,18 +67,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "batch_split",
         "split_decodes_and_prefills",
         "Two decodes, then two prefills with ten tokens together.",
-        """\
->>> split_decodes_and_prefills(build_common_attn_metadata(
-...     query_lens=[1, 1, 7, 3],
-...     num_computed_tokens=[5, 5, 5, 5],
-...     block_rows=[[1], [2], [3], [4]],
-...     block_size=16,
-... ))
-(2, 2, 2, 10)
-""",
         (
             StoryStep(
                 "The first request with more than one new token is request 2, which has 7."
@@ -112,18 +87,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "batch_split",
         "split_decodes_prefills_and_extends",
         "Two decodes, an extend of four tokens, a prefill of six.",
-        """\
->>> split_decodes_prefills_and_extends(build_common_attn_metadata(
-...     query_lens=[1, 1, 4, 6],
-...     num_computed_tokens=[3, 4, 8, 0],
-...     block_rows=[[1], [2], [3], [4]],
-...     block_size=16,
-... ))
-(2, 1, 1, 2, 4, 6)
-""",
         (
             StoryStep(
                 "Request 2 is the first with more than one new token.",
@@ -149,25 +114,18 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "batch_split",
         "split_prefill_chunks",
         "Sequences of 6, 5 and 2 tokens, and a workspace for ten.",
-        """\
->>> split_prefill_chunks(
-...     torch.tensor([6, 5, 2], dtype=torch.int32), workspace_size=10
-... )
-[(0, 1), (1, 3)]
-""",
         (
             StoryStep(
-                "6 and 5 are 11, one more than fits, so the first run ends before request 1."
+                "6 and 5 are 11, one more than fits, so the first chunk ends before request 1."
                 " 5 and 2 are 7 and stay together.",
                 "(6 + 5 > 10, 5 + 2 > 10)",
                 "(True, False)",
                 step="end a chunk before the sequence that does not fit",
             ),
             StoryStep(
-                "The runs begin at requests 0 and 1, and the last one ends at 3.",
+                "The chunks begin at requests 0 and 1, and the last one ends at 3.",
                 "list(zip([0, 1], [1, 3]))",
                 "[(0, 1), (1, 3)]",
                 step="pair the bounds of each chunk",

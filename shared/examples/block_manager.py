@@ -27,34 +27,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "block_manager",
         "BlockManager",
         "Three requests begin with the same four tokens and share two blocks.",
-        """\
->>> manager = BlockManager(num_blocks=5, block_size=2)
->>> manager.allocate_slots("a", num_computed_tokens=0, num_new_tokens=5).new_block_ids
-[0, 1, 2]
->>> manager.cache_full_blocks("a", [7, 8, 7, 9, 7], num_computed_tokens=5)
->>> manager.get_computed_blocks([7, 8, 7, 9, 6, 6])
-[0, 1]
->>> manager.allocate_slots("b", 4, 2, computed_blocks=[0, 1]).new_block_ids
-[3]
->>> manager.fork("a", "c")
->>> [manager.ref_cnt(block_id) for block_id in range(5)]
-[3, 3, 2, 1, 0]
->>> manager.allocate_slots("c", num_computed_tokens=5, num_new_tokens=1).blocks_to_copy
-[(2, 4)]
->>> manager.get_block_ids("a"), manager.get_block_ids("b"), manager.get_block_ids("c")
-([0, 1, 2], [0, 1, 3], [0, 1, 4])
->>> for request_id in ("b", "c", "a"):
-...     manager.free(request_id)
->>> manager.num_free_blocks, manager.cached_blocks()
-(3, [1, 0])
->>> manager.allocate_slots("d", num_computed_tokens=0, num_new_tokens=8).new_block_ids
-[3, 4, 2, 1]
->>> manager.get_computed_blocks([7, 8, 7, 9, 6, 6])
-[0]
-""",
         (
             StoryStep(
                 "Request b has 6 tokens. The last one is always computed, so the first"

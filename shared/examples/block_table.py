@@ -36,13 +36,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "block_table",
         "blocks_needed",
         "Nine tokens in blocks of four need three blocks, the last one almost empty.",
-        """\
->>> blocks_needed(num_tokens=9, block_size=4)
-3
-""",
         (
             StoryStep(
                 "Eight tokens fill two blocks of four to the last slot.",
@@ -62,14 +57,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "block_table",
         "make_block_table",
         "Two requests, one with two blocks and one with one, become one table.",
-        """\
->>> make_block_table([[7, 2], [5]], max_blocks=3)
-tensor([[7, 2, 0],
-        [5, 0, 0]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Request 0 has blocks 7 and 2, in this order: its first tokens are in block"
@@ -91,17 +80,8 @@ tensor([[7, 2, 0],
         ),
     ),
     Example(
-        "block_table",
         "append_blocks",
         "Request 0 needs more than its two blocks and gets a third.",
-        """\
->>> append_blocks(
-...     torch.tensor([[7, 2, 0], [5, 0, 0]], dtype=torch.int32),
-...     torch.tensor([2, 1], dtype=torch.int32),
-...     [[4], []],
-... )
-tensor([3, 1], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Row 0 holds 2 blocks, so the new block 4 goes to entry 2, after"

@@ -42,23 +42,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "block_table_rows",
         "BlockTable",
         "Two requests start, one grows, the other ends.",
-        """\
->>> table = BlockTable(block_size=4, max_num_reqs=3, max_num_blocks_per_req=2)
->>> table.add_row([7, 2], 0)
->>> table.add_row([5], 1)
->>> table.append_row([9], 1)
->>> table.get_device_tensor(2)
-tensor([[7, 2],
-        [5, 9]], dtype=torch.int32)
->>> table.compute_slot_mapping(req_indices=[0, 1, 1], positions=[5, 3, 4])
-tensor([ 9, 23, 36])
->>> table.move_row(1, 0)
->>> table.get_device_tensor(1)
-tensor([[5, 9]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Block 9 is one entry, as the kernel's blocks are the manager's. For a kernel"
@@ -83,19 +68,8 @@ tensor([[5, 9]], dtype=torch.int32)
         ),
     ),
     Example(
-        "block_table_rows",
         "mamba_get_block_table_tensor",
         "Of each row, only the block with the last state is needed.",
-        """\
->>> mamba_get_block_table_tensor(
-...     torch.tensor([[7, 2, 0], [5, 9, 4]], dtype=torch.int32),
-...     torch.tensor([5, 9], dtype=torch.int32),
-...     block_size=4,
-...     mamba_cache_mode="align",
-... )
-tensor([[2],
-        [4]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "The last tokens have positions 4 and 8, in entries 1 and 2.",

@@ -32,25 +32,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "cache_ops",
         "reshape_and_cache",
         "Token 0 goes to slot 9, token 1 nowhere; then the same into a cache of eight bits.",
-        """\
->>> key_cache = torch.zeros(3, 4, 1, 1)
->>> key = torch.tensor([[[5.0]], [[6.0]]])
->>> slot_mapping = torch.tensor([9, -1])
->>> reshape_and_cache(key, key, key_cache, key_cache.clone(), slot_mapping)
->>> key_cache.flatten()
-tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
->>> key_cache = torch.zeros(3, 4, 1, 1, dtype=torch.float8_e4m3fn)
->>> value_cache = key_cache.clone()
->>> reshape_and_cache(
-...     key, key, key_cache, value_cache, slot_mapping,
-...     k_scale=0.5, v_scale=0.01,
-... )
->>> float(key_cache[2, 1]), float(value_cache[2, 1])
-(10.0, 448.0)
-""",
         (
             StoryStep(
                 "The slots are 9 and -1. Token 1 has a negative one: it is not stored, and the"
@@ -84,33 +67,8 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 5., 0., 0.])
         ),
     ),
     Example(
-        "cache_ops",
         "gather_cache",
         "A sequence of six tokens, read back from blocks 2 and 0; then from eight bits.",
-        """\
->>> key_cache = torch.arange(12.0).view(3, 4, 1, 1)
->>> key, value = gather_cache(
-...     key_cache,
-...     key_cache,
-...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
-...     seq_start_loc=torch.tensor([0, 6], dtype=torch.int32),
-...     num_tokens=6,
-... )
->>> key.flatten()
-tensor([ 8.,  9., 10., 11.,  0.,  1.])
->>> key, value = gather_cache(
-...     key_cache.to(torch.float8_e4m3fn),
-...     key_cache.to(torch.float8_e4m3fn),
-...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
-...     seq_start_loc=torch.tensor([0, 6], dtype=torch.int32),
-...     num_tokens=6,
-...     k_scale=0.5,
-...     v_scale=1.0,
-...     dtype=torch.float32,
-... )
->>> key.flatten()
-tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
-""",
         (
             StoryStep(
                 "Positions 0 to 3 belong to entry 0 of the row, block 2; positions 4 and 5 to"
@@ -142,15 +100,8 @@ tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
         ),
     ),
     Example(
-        "cache_ops",
         "copy_blocks",
         "Block 2 is copied over block 0, keys and values.",
-        """\
->>> kv_cache = torch.arange(6.0).view(2, 3, 1, 1, 1)
->>> copy_blocks([kv_cache], torch.tensor([[2, 0]]))
->>> kv_cache.flatten()
-tensor([2., 1., 2., 5., 4., 5.])
-""",
         (
             StoryStep(
                 "Three blocks of one slot: their keys are 0, 1, 2, their values 3, 4, 5.",
@@ -171,16 +122,8 @@ tensor([2., 1., 2., 5., 4., 5.])
         ),
     ),
     Example(
-        "cache_ops",
         "swap_blocks",
         "Block 2 of one cache moves to block 0 of another.",
-        """\
->>> on_device = torch.arange(6.0).view(2, 3, 1, 1, 1)
->>> on_host = torch.zeros(2, 2, 1, 1, 1)
->>> swap_blocks(on_device, on_host, torch.tensor([[2, 0]]))
->>> on_host.flatten()
-tensor([2., 0., 5., 0.])
-""",
         (
             StoryStep(
                 "The source has three blocks, keys 0, 1, 2 and values 3, 4, 5; the host has"

@@ -29,22 +29,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "cascade_attention",
         "use_cascade_attention",
         "The cascade is used if it takes fewer rounds of key tiles.",
-        """\
->>> use_cascade_attention(
-...     common_prefix_len=512,
-...     query_lens=[1] * 16,
-...     num_query_heads=8,
-...     num_kv_heads=2,
-...     use_alibi=False,
-...     use_sliding_window=False,
-...     use_local_attention=False,
-...     num_sms=4,
-... )
-True
-""",
         (
             StoryStep(
                 "A prefix of 512 keys has 4 tiles of 128. The cascade runs 8 programs, one per"
@@ -62,22 +48,7 @@ True
     ),
     Example(
         "cascade_attention",
-        "cascade_attention",
         "Two requests read their common block once, then each its own.",
-        """\
->>> cascade_attention(
-...     query=torch.ones(2, 1, 1),
-...     key_cache=torch.ones(3, 2, 1, 1),
-...     value_cache=torch.arange(6.0).view(3, 2, 1, 1),
-...     block_table=torch.tensor([[2, 0], [2, 1]], dtype=torch.int32),
-...     query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
-...     seq_lens=torch.tensor([3, 3], dtype=torch.int32),
-...     max_query_len=1,
-...     max_seq_len=3,
-...     common_prefix_len=2,
-... ).flatten()
-tensor([3.0000, 3.6667])
-""",
         (
             StoryStep(
                 "The first 2 keys are in block 2, for both. All keys are 1, so both queries get"

@@ -22,18 +22,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "causal_conv",
         "compute_causal_conv1d_metadata",
         "Two prompts have four chunks; the programs after them return at once.",
-        """\
->>> chunks, request, offset = compute_causal_conv1d_metadata(
-...     torch.tensor([0, 8, 25], dtype=torch.int32)
-... )
->>> request[:5].tolist(), offset[:5].tolist()
-([0, 1, 1, 1, -1], [0, 0, 1, 2, -1])
->>> chunks[8]["nums"]
-tensor([1, 3], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "8 tokens are one chunk of 8; 17 tokens are two of 8 and one of 1.",

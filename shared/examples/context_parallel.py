@@ -22,15 +22,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "context_parallel",
         "get_dcp_ranks",
         "Two positions for rank 0, two for rank 1, and again.",
-        """\
->>> get_dcp_ranks(
-...     torch.arange(8), dcp_world_size=2, dcp_kv_cache_interleave_size=2
-... )
-tensor([0, 0, 1, 1, 0, 0, 1, 1])
-""",
         (
             StoryStep(
                 "Position 5 is in pair 5 // 2 = 2, and pairs go to the ranks in turn.",
@@ -40,17 +33,8 @@ tensor([0, 0, 1, 1, 0, 0, 1, 1])
         ),
     ),
     Example(
-        "context_parallel",
         "get_dcp_local_seq_lens",
         "Seven tokens on two ranks.",
-        """\
->>> get_dcp_local_seq_lens(
-...     torch.tensor([7], dtype=torch.int32),
-...     dcp_world_size=2,
-...     dcp_kv_cache_interleave_size=2,
-... )
-tensor([[4, 3]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "A round deals out 2 * 2 = 4 positions. One whole round gives each rank 2; of"
@@ -68,24 +52,8 @@ tensor([[4, 3]], dtype=torch.int32)
         ),
     ),
     Example(
-        "context_parallel",
         "dcp_attention",
         "Rank 0 of two stores positions 0 and 2; two new tokens attend to them.",
-        """\
->>> dcp_attention(
-...     query=torch.ones(2, 1, 1),
-...     key_cache=torch.ones(3, 2, 1, 1),
-...     value_cache=torch.arange(6.0).view(3, 2, 1, 1),
-...     block_table=torch.tensor([[2]], dtype=torch.int32),
-...     query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
-...     seq_lens=torch.tensor([3], dtype=torch.int32),
-...     max_query_len=2,
-...     max_seq_len=3,
-...     dcp_world_size=2,
-...     dcp_rank=0,
-... ).flatten()
-tensor([4.0000, 4.5000])
-""",
         (
             StoryStep(
                 "Three tokens on both ranks together, the last two new.",

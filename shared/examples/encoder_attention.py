@@ -27,20 +27,7 @@ def draw() -> list[Text]:
 EXAMPLES = (
     Example(
         "encoder_attention",
-        "encoder_attention",
         "The lone token gets its own value, the other two the mean of both of theirs.",
-        """\
->>> encoder_attention(
-...     query=torch.ones(3, 1, 1),
-...     key=torch.ones(3, 1, 1),
-...     value=torch.tensor([7.0, 2.0, 4.0]).view(3, 1, 1),
-...     query_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
-...     key_start_loc=torch.tensor([0, 1, 3], dtype=torch.int32),
-...     max_query_len=2,
-...     max_key_len=2,
-... ).flatten()
-tensor([7., 3., 3.])
-""",
         (
             StoryStep(
                 "The second request's keys and values begin at 1 and end before 3.",
@@ -61,10 +48,10 @@ tensor([7., 3., 3.])
                 step="mask the keys outside the visible range",
             ),
             StoryStep(
-                "Two equal scores: the logarithm of their summed exponentials is 1.6931, and"
-                " exp(1 - 1.6931) = 0.5.",
-                "(round(math.log(2 * math.e), 4), round(math.exp(1 - 1.6931), 2))",
-                "(1.6931, 0.5)",
+                "Two equal scores: relative to the largest one each exponential is 1, and each"
+                " weight 1 / (1 + 1).",
+                "(math.exp(1 - 1), 1 / (1 + 1))",
+                "(1.0, 0.5)",
                 step="turn scores into weights (softmax)",
             ),
             StoryStep(

@@ -30,20 +30,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "encoder_decoder",
         "is_all_encoder_attn_metadata_set",
         "The lengths of the encoder's sequences are there, on both sides, and the longest.",
-        """\
->>> is_all_encoder_attn_metadata_set(SequenceAttentionMetadata(
-...     num_prefills=1,
-...     num_prefill_tokens=2,
-...     slot_mapping=torch.tensor([8, 9]),
-...     encoder_seq_lens=[3],
-...     encoder_seq_lens_tensor=torch.tensor([3], dtype=torch.int32),
-...     max_encoder_seq_len=3,
-... ))
-True
-""",
         (
             StoryStep(
                 "Three fields are needed: lengths on the host, on the device, and the longest.",
@@ -53,20 +41,8 @@ True
         ),
     ),
     Example(
-        "encoder_decoder",
         "is_all_cross_attn_metadata_set",
         "Lengths alone do not determine the location of the encoder's keys.",
-        """\
->>> is_all_cross_attn_metadata_set(SequenceAttentionMetadata(
-...     num_prefills=1,
-...     num_prefill_tokens=2,
-...     slot_mapping=torch.tensor([8, 9]),
-...     encoder_seq_lens=[3],
-...     encoder_seq_lens_tensor=torch.tensor([3], dtype=torch.int32),
-...     max_encoder_seq_len=3,
-... ))
-False
-""",
         (
             StoryStep(
                 "Cross-attention writes the encoder's keys to slots and reads them through a"
@@ -77,26 +53,8 @@ False
         ),
     ),
     Example(
-        "encoder_decoder",
         "get_seq_len_block_table_args",
         "Cross-attention reads the encoder's 3 tokens through the cross block table.",
-        """\
->>> get_seq_len_block_table_args(
-...     SequenceAttentionMetadata(
-...         num_prefills=1,
-...         num_prefill_tokens=2,
-...         slot_mapping=torch.tensor([8, 9]),
-...         encoder_seq_lens=[3],
-...         encoder_seq_lens_tensor=torch.tensor([3], dtype=torch.int32),
-...         max_encoder_seq_len=3,
-...         cross_slot_mapping=torch.tensor([24, 25, 26]),
-...         cross_block_tables=torch.tensor([[6]], dtype=torch.int32),
-...     ),
-...     is_prompt=True,
-...     attn_type="encoder_decoder",
-... )
-(tensor([3], dtype=torch.int32), 3, tensor([[6]], dtype=torch.int32))
-""",
         (
             StoryStep(
                 "A kind whose keys are the sequence's own takes its lengths; the prompt would"
@@ -114,21 +72,8 @@ False
         ),
     ),
     Example(
-        "encoder_decoder",
         "get_num_prefill_decode_query_kv_tokens",
         "Two prompt tokens attend to three encoder tokens.",
-        """\
->>> get_num_prefill_decode_query_kv_tokens(
-...     SequenceAttentionMetadata(
-...         num_prefills=1,
-...         num_prefill_tokens=2,
-...         slot_mapping=torch.tensor([8, 9]),
-...         num_encoder_tokens=3,
-...     ),
-...     attn_type="encoder_decoder",
-... )
-(2, 3, 0)
-""",
         (
             StoryStep(
                 "In a decoder each new token has a query and a key: 2 and 2. Across, the"

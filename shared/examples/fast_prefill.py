@@ -24,25 +24,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "fast_prefill",
         "make_kv_sharing_fast_prefill_common_attn_metadata",
         "Of twenty new tokens, three go on to the last layers.",
-        """\
->>> step = build_common_attn_metadata(
-...     query_lens=[15, 5],
-...     num_computed_tokens=[0, 8],
-...     block_rows=[[7], [2]],
-...     block_size=16,
-... ).replace(
-...     logits_indices_padded=torch.tensor([14, 18, 19, 19]),
-...     num_logits_indices=3,
-... )
->>> fast = make_kv_sharing_fast_prefill_common_attn_metadata(step)
->>> fast.query_start_loc, fast.seq_lens
-(tensor([0, 1, 3], dtype=torch.int32), tensor([15, 13], dtype=torch.int32))
->>> fast.num_actual_tokens, fast.max_query_len
-(3, 2)
-""",
         (
             StoryStep(
                 "Tokens 0 to 14 are request 0's, tokens 15 to 19 request 1's. Of the first"
@@ -68,15 +51,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "fast_prefill",
         "subclass_attention_backend",
         "A backend with another builder is a class of its own.",
-        """\
->>> backend, builder = BACKENDS[0], BACKENDS[0].get_builder_cls()
->>> mine = subclass_attention_backend("My", backend, builder)
->>> issubclass(mine, backend), mine.get_builder_cls() is builder
-(True, True)
-""",
         (
             StoryStep(
                 "The new class is named after the old one and answers as it does, except when"
@@ -87,16 +63,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "fast_prefill",
         "subclass_attention_metadata",
         "Metadata with one field more is a class of its own too.",
-        """\
->>> counted = subclass_attention_metadata(
-...     "Counted", BACKENDS[0].get_metadata_cls(), [("num_images", int, 0)]
-... )
->>> counted.__dataclass_fields__["num_images"].default
-0
-""",
         (
             StoryStep(
                 "It has every field of the old class, in the same order, and the new one last.",
@@ -106,16 +74,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "fast_prefill",
         "create_fast_prefill_custom_backend",
         "A backend for the layers that run only on tokens whose logits are wanted.",
-        """\
->>> fast = create_fast_prefill_custom_backend("FastPrefill", BACKENDS[0])
->>> fast.get_builder_cls().__name__
-'FastPrefillAttentionBuilder'
->>> fast.get_metadata_cls().__dataclass_fields__["num_logits_indices"].name
-'num_logits_indices'
-""",
         (
             StoryStep(
                 "The metadata says which tokens of the whole step are the queries.",

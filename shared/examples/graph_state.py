@@ -26,18 +26,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "graph_state",
         "get_attn_cg_support",
         "A model whose second layer has a backend that no graph can hold.",
-        """\
->>> get_attn_cg_support(
-...     [
-...         [GroupSupport(AttentionCGSupport.ALWAYS, "TRITON", ("layer 0",))],
-...         [GroupSupport(AttentionCGSupport.NEVER, "XFORMERS", ("layer 1",))],
-...     ]
-... ).min_cg_attn_backend
-'XFORMERS'
-""",
         (
             StoryStep(
                 "No layers are selected, so both groups count.",
@@ -55,38 +45,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "graph_state",
         "CommonAttentionState",
         "A step captured for four requests is refilled with two.",
-        """\
->>> state = CommonAttentionState(max_blocks=3, max_seq_len_to_capture=12)
->>> with state.graph_capture(max_batch_size=4):
-...     captured = state.graph_capture_get_metadata_for_batch(4)
->>> buffers = state.get_graph_input_buffers(captured)
->>> batch = SequenceAttentionMetadata(
-...     num_prefills=0,
-...     num_prefill_tokens=0,
-...     num_decode_tokens=2,
-...     slot_mapping=torch.tensor([9, 32]),
-...     multi_modal_placeholder_index_maps=None,
-...     enable_kv_scales_calculation=False,
-...     seq_lens_tensor=torch.tensor([6, 9], dtype=torch.int32),
-...     max_decode_seq_len=9,
-...     block_tables=torch.tensor(
-...         [[7, 2, 0], [5, 6, 8]], dtype=torch.int32
-...     ),
-... )
->>> state.prepare_graph_input_buffers(buffers, batch)
->>> buffers.slot_mapping
-tensor([ 9, 32, -1, -1])
->>> buffers.seq_lens_tensor
-tensor([6, 9, 1, 1], dtype=torch.int32)
->>> captured.block_tables
-tensor([[7, 2, 0],
-        [5, 6, 8],
-        [0, 0, 0],
-        [0, 0, 0]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "A new slot buffer contains only -1: a step that runs now stores nothing.",

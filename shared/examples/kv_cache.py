@@ -24,15 +24,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "kv_cache",
         "get_kv_cache_shape",
         "Ten blocks of 16 tokens, for 8 heads of 64 elements.",
-        """\
->>> get_kv_cache_shape(
-...     num_blocks=10, block_size=16, num_kv_heads=8, head_size=64
-... )
-(2, 10, 16, 8, 64)
-""",
         (
             StoryStep(
                 "Keys and values are the first axis, so each half is one contiguous tensor.",
@@ -52,14 +45,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "kv_cache",
         "allocate_kv_cache",
         "Ten pages in float16 are 327,680 bytes.",
-        """\
->>> spec = KVCacheSpec(16, 8, 64, torch.float16)
->>> allocate_kv_cache(spec, num_blocks=10).shape
-torch.Size([327680])
-""",
         (
             StoryStep(
                 "A page is what one block takes: keys and values of 16 tokens, 8 heads, 64"
@@ -76,15 +63,8 @@ torch.Size([327680])
         ),
     ),
     Example(
-        "kv_cache",
         "view_kv_cache",
         "Six bytes with the second axis outermost in memory.",
-        """\
->>> raw = torch.arange(6, dtype=torch.int8)
->>> view_kv_cache(raw, torch.int8, shape=(2, 3), stride_order=(1, 0))
-tensor([[0, 2, 4],
-        [1, 3, 5]], dtype=torch.int8)
-""",
         (
             StoryStep(
                 "Axis 1 is the outermost in memory, so axis 0 is inner: a step along"
@@ -104,14 +84,8 @@ tensor([[0, 2, 4],
         ),
     ),
     Example(
-        "kv_cache",
         "reshape_kv_cache",
         "The same bytes, seen as ten blocks.",
-        """\
->>> raw = torch.zeros(327680, dtype=torch.int8)
->>> reshape_kv_cache(raw, KVCacheSpec(16, 8, 64, torch.float16)).shape
-torch.Size([2, 10, 16, 8, 64])
-""",
         (
             StoryStep(
                 "The bytes make ten pages, and none is left over.",
@@ -129,18 +103,8 @@ torch.Size([2, 10, 16, 8, 64])
         ),
     ),
     Example(
-        "kv_cache",
         "reshape_layered_kv_cache",
         "Four layers in one allocation, block by block.",
-        """\
->>> spec = KVCacheSpec(16, 8, 64, torch.float16)
->>> raw = torch.zeros(4 * 10 * 32768, dtype=torch.int8)
->>> caches = reshape_layered_kv_cache(
-...     raw, spec, num_layers=4, layout=KVCacheLayout.BLNHC
-... )
->>> caches[0].shape
-torch.Size([2, 10, 16, 8, 64])
-""",
         (
             StoryStep(
                 "A page of all layers has 4 * 32,768 bytes; ten of them are there.",
@@ -165,14 +129,8 @@ torch.Size([2, 10, 16, 8, 64])
         ),
     ),
     Example(
-        "kv_cache",
         "split_kv_cache",
         "One cache, two views: its keys and its values.",
-        """\
->>> key_cache, value_cache = split_kv_cache(torch.zeros(2, 10, 16, 8, 64))
->>> key_cache.shape
-torch.Size([10, 16, 8, 64])
-""",
         (
             StoryStep(
                 "Entry 0 of the first axis is the keys, entry 1 the values; both have the four"
@@ -189,15 +147,8 @@ torch.Size([10, 16, 8, 64])
         ),
     ),
     Example(
-        "kv_cache",
         "get_packed_kv_cache_shape",
         "Two blocks of four tokens, for 2 heads of 16 elements.",
-        """\
->>> get_packed_kv_cache_shape(
-...     num_blocks=2, block_size=4, num_kv_heads=2, head_size=16
-... )
-(2, 2, 128)
-""",
         (
             StoryStep(
                 "A block has no further axes here: keys and values are ordered differently,"
@@ -208,19 +159,8 @@ torch.Size([10, 16, 8, 64])
         ),
     ),
     Example(
-        "kv_cache",
         "split_packed_kv_cache",
         "Keys in parts of 16 bytes, values element by element.",
-        """\
->>> kv_cache = torch.zeros(2, 2, 128, dtype=torch.float16)
->>> key_cache, value_cache = split_packed_kv_cache(
-...     kv_cache, num_kv_heads=2, head_size=16
-... )
->>> key_cache.shape
-torch.Size([2, 2, 2, 4, 8])
->>> value_cache.shape
-torch.Size([2, 2, 16, 4])
-""",
         (
             StoryStep(
                 "A token's key has 2 * 16 elements, so a block of 128 has 4 slots. A float16"

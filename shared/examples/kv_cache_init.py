@@ -24,21 +24,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "kv_cache_init",
         "get_kv_cache_spec",
         "Of two layers that share a cache, one has the spec.",
-        """\
->>> layers = {}
->>> for name, target in (("layers.0", None), ("layers.1", "layers.0")):
-...     _ = Attention(
-...         8, 64, 0.125, num_kv_heads=2, prefix=name,
-...         kv_sharing_target_layer_name=target,
-...         attn_backend=BACKENDS[0], static_forward_context=layers,
-...     )
->>> specs = get_kv_cache_spec(layers, block_size=16, dtype=torch.float16)
->>> {name: spec.page_size_bytes for name, spec in specs.items()}
-{'layers.0': 8192}
-""",
         (
             StoryStep(
                 "Layer 0 stores keys and values of 16 tokens, 2 heads of 64 elements, 2 bytes"
@@ -54,23 +41,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "kv_cache_init",
         "allocate_kv_caches",
         "Two layers of different groups, one tensor.",
-        """\
->>> spec = KVCacheSpec(16, 2, 8, torch.float16)
->>> config = KVCacheConfig(
-...     num_blocks=2,
-...     kv_cache_tensors=[KVCacheTensor(2048, ["layers.0", "layers.1"])],
-...     kv_cache_groups=[
-...         KVCacheGroupSpec(["layers.0"], spec),
-...         KVCacheGroupSpec(["layers.1"], spec),
-...     ],
-... )
->>> raw = allocate_kv_caches(config)
->>> raw["layers.0"].shape, raw["layers.0"] is raw["layers.1"]
-(torch.Size([2048]), True)
-""",
         (
             StoryStep(
                 "Two blocks of 16 slots, 2 heads, 8 elements of 2 bytes, keys and values.",
@@ -86,25 +58,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "kv_cache_init",
         "reshape_kv_caches",
         "A cache with the heads outside the slots (HND).",
-        """\
->>> spec = KVCacheSpec(16, 2, 8, torch.float16)
->>> config = KVCacheConfig(
-...     num_blocks=2,
-...     kv_cache_tensors=[KVCacheTensor(2048, ["layers.0"])],
-...     kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)],
-... )
->>> kv_caches = reshape_kv_caches(
-...     config,
-...     kv_cache_raw_tensors=allocate_kv_caches(config),
-...     attn_backends={"layers.0": BACKENDS[0]},
-...     layout=KVCacheLayout.HND,
-... )
->>> kv_caches["layers.0"].shape, kv_caches["layers.0"].stride()
-(torch.Size([2, 2, 16, 2, 8]), (512, 256, 8, 128, 1))
-""",
         (
             StoryStep(
                 "A page has 1,024 bytes, so 2,048 make two blocks.",
@@ -122,22 +77,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "kv_cache_init",
         "bind_kv_cache",
         "Layer 9 comes before layer 10.",
-        """\
->>> class Layer:
-...     kv_cache = None
->>> layers = {"layers.10.attn": Layer(), "layers.9.attn": Layer()}
->>> caches = {
-...     "layers.10.attn": torch.zeros(1),
-...     "layers.9.attn": torch.ones(1),
-... }
->>> list(bind_kv_cache(caches, layers))
-['layers.9.attn', 'layers.10.attn']
->>> layers["layers.9.attn"].kv_cache
-tensor([1.])
-""",
         (
             StoryStep(
                 "In alphabetical order, the names would be the other way round.",
@@ -161,23 +102,8 @@ tensor([1.])
         ),
     ),
     Example(
-        "kv_cache_init",
         "init_kv_cache",
         "A model of one layer, ready to run.",
-        """\
->>> class Layer:
-...     kv_cache = None
->>> layers, names = {"layers.0": Layer()}, ["layers.0"]
->>> spec = KVCacheSpec(16, 2, 8, torch.float16)
->>> config = KVCacheConfig(
-...     num_blocks=2,
-...     kv_cache_tensors=[KVCacheTensor(2048, names)],
-...     kv_cache_groups=[KVCacheGroupSpec(names, spec)],
-... )
->>> kv_caches = init_kv_cache(layers, config, {"layers.0": BACKENDS[0]})
->>> layers["layers.0"].kv_cache.shape
-torch.Size([2, 2, 16, 2, 8])
-""",
         (
             StoryStep(
                 "The config has one tensor of 2,048 bytes.",

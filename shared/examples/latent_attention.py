@@ -23,19 +23,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "latent_attention",
         "get_mla_dims",
         "The widths of a model whose queries are not compressed.",
-        """\
->>> from types import SimpleNamespace
->>> get_mla_dims(SimpleNamespace(
-...     kv_lora_rank=512,
-...     qk_nope_head_dim=128,
-...     qk_rope_head_dim=64,
-...     v_head_dim=128,
-... )).cached_width
-576
-""",
         (
             StoryStep(
                 "Keys and values of all heads are computed from a latent of 512; one key part"
@@ -52,20 +41,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "latent_attention",
         "concat_and_cache_mla",
         "Token 0 goes to slot 3, token 1 nowhere.",
-        """\
->>> kv_cache = torch.zeros(2, 2, 3)
->>> concat_and_cache_mla(
-...     kv_c=torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
-...     k_pe=torch.tensor([[5.0], [6.0]]),
-...     kv_cache=kv_cache,
-...     slot_mapping=torch.tensor([3, -1]),
-... )
->>> kv_cache.flatten()
-tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 1., 2., 5.])
-""",
         (
             StoryStep(
                 "The slots are 3 and -1. Token 1 has a negative one: it is not stored.",
@@ -88,25 +65,8 @@ tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 1., 2., 5.])
         ),
     ),
     Example(
-        "latent_attention",
         "latent_decode_attention",
         "A query in the space of the latents: a quarter of 8 and three quarters of 4.",
-        """\
->>> latent_decode_attention(
-...     q_nope=torch.tensor([[[3.0]]]).log(),
-...     q_pe=torch.zeros(1, 1, 1),
-...     kv_cache=torch.tensor([[[8.0, 0.0, 9.0], [4.0, 1.0, 9.0]]]),
-...     w_uk=torch.tensor([[[0.0, 1.0]]]),
-...     w_uv=torch.tensor([[[1.0], [0.0]]]),
-...     block_table=torch.tensor([[0]], dtype=torch.int32),
-...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-...     seq_lens=torch.tensor([2], dtype=torch.int32),
-...     max_query_len=1,
-...     max_seq_len=2,
-...     scale=1.0,
-... ).flatten()
-tensor([5.])
-""",
         (
             StoryStep(
                 "The query 1.0986 has one element, the latents have two. w_uk makes a key of"
@@ -132,28 +92,8 @@ tensor([5.])
         ),
     ),
     Example(
-        "latent_attention",
         "latent_prefill_attention",
         "The same, with keys and values expanded first: one cached token, one new.",
-        """\
->>> latent_prefill_attention(
-...     q_nope=torch.tensor([[[3.0]]]).log(),
-...     q_pe=torch.zeros(1, 1, 1),
-...     kv_c=torch.tensor([[4.0, 1.0]]),
-...     k_pe=torch.tensor([[9.0]]),
-...     kv_cache=torch.tensor([[[8.0, 0.0, 9.0], [0.0, 0.0, 0.0]]]),
-...     w_uk=torch.tensor([[[0.0, 1.0]]]),
-...     w_uv=torch.tensor([[[1.0], [0.0]]]),
-...     block_table=torch.tensor([[0]], dtype=torch.int32),
-...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-...     seq_lens=torch.tensor([2], dtype=torch.int32),
-...     max_query_len=1,
-...     max_seq_len=2,
-...     num_context_tokens=1,
-...     scale=1.0,
-... ).flatten()
-tensor([5.])
-""",
         (
             StoryStep(
                 "The new token's latent 4, 1 becomes the key 1, followed by the rope key 9,"

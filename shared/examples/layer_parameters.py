@@ -24,19 +24,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "layer_parameters",
         "get_per_layer_parameters",
         "One attention layer with a window, and one layer that is none.",
-        """\
->>> from types import SimpleNamespace
->>> impl = SimpleNamespace(scale=0.125, sliding_window=(127, 0))
->>> get_per_layer_parameters(
-...     {"a": SimpleNamespace(impl=impl), "norm": object()},
-...     ["a", "norm"],
-...     SimpleNamespace,
-... )["a"].window_left
-127
-""",
         (
             StoryStep(
                 "A window of 128 keys is 127 to the left of the query, and the query's own.",
@@ -46,17 +35,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "layer_parameters",
         "infer_global_hyperparameters",
         "Two layers that differ in their window share everything else.",
-        """\
->>> shared = infer_global_hyperparameters({
-...     "a": PerLayerParameters(-1, None, 0.125),
-...     "b": PerLayerParameters(127, None, 0.125),
-... })
->>> shared.window_left, shared.has_same_window_lefts
-(-1, False)
-""",
         (
             StoryStep(
                 "Layer a attends to all keys, and its settings are returned.",

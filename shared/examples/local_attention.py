@@ -29,26 +29,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "local_attention",
         "make_local_attention_virtual_batches",
         "Four new tokens are in two chunks, so they become two requests.",
-        """\
->>> chunked = make_local_attention_virtual_batches(
-...     attn_chunk_size=4,
-...     common_attn_metadata=build_common_attn_metadata(
-...         query_lens=[4],
-...         num_computed_tokens=[2],
-...         block_rows=[[7, 2, 5]],
-...         block_size=2,
-...     ),
-...     block_size=2,
-... )
->>> chunked.query_start_loc, chunked.seq_lens
-(tensor([0, 2, 4], dtype=torch.int32), tensor([4, 2], dtype=torch.int32))
->>> chunked.block_table_tensor
-tensor([[7, 2],
-        [5, 5]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Positions 2 to 5 are new. They are in chunks 2 // 4 = 0 to 5 // 4 = 1.",

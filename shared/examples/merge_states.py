@@ -22,24 +22,14 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "merge_states",
         "merge_attn_states",
         "A prefix and a suffix become one; the suffix weighs three times as much.",
-        """\
->>> merge_attn_states(
-...     prefix_output=torch.full((1, 1, 1), 8.0),
-...     prefix_lse=torch.zeros(1, 1),
-...     suffix_output=torch.full((1, 1, 1), 4.0),
-...     suffix_lse=torch.full((1, 1), 3.0).log(),
-... ).flatten()
-tensor([5.])
-""",
         (
             StoryStep(
-                "Both log-sum-exps are numbers, so neither part is empty.",
-                "[math.isfinite(lse) for lse in (0.0, math.log(3))]",
-                "[True, True]",
-                "treat log-sum-exps that are not finite as empty",
+                "Neither log-sum-exp is infinite, so neither part is empty.",
+                "[math.isinf(lse) for lse in (0.0, math.log(3))]",
+                "[False, False]",
+                "treat infinite log-sum-exps as empty",
             ),
             StoryStep(
                 "The exponentials 1 and 3 are the weights that went into each part; together 4.",
@@ -56,18 +46,8 @@ tensor([5.])
         ),
     ),
     Example(
-        "merge_states",
         "lse_weighted_combine",
         "Two ranks with logarithms to base 2: weights 1 and 2.",
-        """\
->>> output, lse = lse_weighted_combine(
-...     outputs=torch.tensor([8.0, 4.0]).view(2, 1, 1, 1),
-...     lses=torch.tensor([0.0, 1.0]).view(2, 1, 1),
-...     is_lse_base_on_e=False,
-... )
->>> output.flatten()
-tensor([5.3333])
-""",
         (
             StoryStep(
                 "Both ranks saw keys.",
@@ -90,13 +70,8 @@ tensor([5.3333])
         ),
     ),
     Example(
-        "merge_states",
         "log2_lse_to_ln",
         "Weights 1, 2 and nothing, as powers of 2 and of e.",
-        """\
->>> log2_lse_to_ln(torch.tensor([0.0, 1.0, float("-inf")]))
-tensor([0.0000, 0.6931,   -inf])
-""",
         (
             StoryStep(
                 "2 ** 1 is 2, and so is e ** 0.6931. What is empty stays empty.",

@@ -38,21 +38,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "metadata",
         "build_common_attn_metadata",
         "Request 0 decodes its fifth token; request 1 starts with three.",
-        """\
->>> step = build_common_attn_metadata(
-...     query_lens=[1, 3],
-...     num_computed_tokens=[4, 0],
-...     block_rows=[[7, 2], [5]],
-...     block_size=4,
-... )
->>> step.query_start_loc, step.seq_lens
-(tensor([0, 1, 4], dtype=torch.int32), tensor([5, 3], dtype=torch.int32))
->>> step.slot_mapping
-tensor([ 8, 20, 21, 22])
-""",
         (
             StoryStep(
                 "Request 0 writes position 4 to block 2, slot 8; request 1 writes positions 0"
@@ -90,33 +77,8 @@ tensor([ 8, 20, 21, 22])
         ),
     ),
     Example(
-        "metadata",
         "build_attn_metadata",
         "Two layers of one group share the metadata of two decodes.",
-        """\
->>> builder = BACKENDS[0].get_builder_cls()(
-...     KVCacheSpec(16, 2, 32, torch.float16), ["layer.0", "layer.1"], "cpu"
-... )
->>> starts = torch.tensor([0, 1, 2, 0], dtype=torch.int32)
->>> seq_lens = torch.tensor([7, 3, 0], dtype=torch.int32)
->>> metadata = build_attn_metadata(
-...     [builder],
-...     num_reqs=2,
-...     num_tokens=2,
-...     query_start_loc=starts,
-...     query_start_loc_cpu=starts,
-...     seq_lens=seq_lens,
-...     seq_lens_cpu=seq_lens,
-...     num_computed_tokens_cpu=torch.tensor([6, 2], dtype=torch.int32),
-...     block_tables=[torch.tensor([[4], [9], [0]], dtype=torch.int32)],
-...     slot_mappings=[torch.tensor([70, 146])],
-...     layer_names=[["layer.0", "layer.1"]],
-... )
->>> metadata["layer.0"] is metadata["layer.1"]
-True
->>> metadata["layer.0"].seq_lens, metadata["layer.0"].max_query_len
-(tensor([7, 3], dtype=torch.int32), 1)
-""",
         (
             StoryStep(
                 "The buffers hold three requests, but the batch has two: starts 0,"

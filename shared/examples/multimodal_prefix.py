@@ -24,15 +24,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "multimodal_prefix",
         "compute_mm_prefix_ranges",
         "An image of two rows, with a mark between them.",
-        """\
->>> compute_mm_prefix_ranges([
-...     [MultiModalFeature("image", 2, 5, [True, True, False, True, True])]
-... ])
-{0: [(2, 3), (5, 6)]}
-""",
         (
             StoryStep(
                 "Positions 2 to 6 are the image. The one in the middle, 4, is no"
@@ -50,14 +43,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "multimodal_prefix",
         "compute_mm_prefix_range_tensor",
         "Two requests; the second has no image.",
-        """\
->>> ranges = compute_mm_prefix_range_tensor({0: [(0, 2), (6, 7)]}, num_seqs=2)
->>> ranges.tolist()
-[[[0, 2], [6, 7]], [[0, 0], [0, 0]]]
-""",
         (
             StoryStep(
                 "Request 0 has two ranges, so every request gets two entries. (0, 0) fills"
@@ -68,21 +55,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "multimodal_prefix",
         "fill_mm_prefix_query_ranges",
         "Three new tokens; the last two begin an image.",
-        """\
->>> out = torch.zeros(4, 2, dtype=torch.int32)
->>> fill_mm_prefix_query_ranges(
-...     out,
-...     {0: [(5, 9)]},
-...     torch.tensor([0, 3], dtype=torch.int32),
-...     torch.tensor([7], dtype=torch.int32),
-... )
-3
->>> out.tolist()
-[[-1, -1], [5, 9], [5, 9], [0, 0]]
-""",
         (
             StoryStep(
                 "The sequence has 7 tokens, 3 of them new: positions 4, 5 and 6. The image"

@@ -37,21 +37,7 @@ def draw() -> list[Text]:
 EXAMPLES = (
     Example(
         "paged_attention",
-        "paged_attention",
         "Token 0 gets its own value, token 1 the mean of both.",
-        """\
->>> paged_attention(
-...     query=torch.ones(2, 1, 1),
-...     key_cache=torch.ones(3, 2, 1, 1),
-...     value_cache=torch.arange(6.0).view(3, 2, 1, 1),
-...     block_table=torch.tensor([[2]], dtype=torch.int32),
-...     query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
-...     seq_lens=torch.tensor([2], dtype=torch.int32),
-...     max_query_len=2,
-...     max_seq_len=2,
-... ).flatten()
-tensor([4.0000, 4.5000])
-""",
         (
             StoryStep(
                 "The sequence has 2 tokens, and its row says block 2. The values there are 4"
@@ -74,10 +60,10 @@ tensor([4.0000, 4.5000])
                 step="mask the keys outside the visible range",
             ),
             StoryStep(
-                "Token 0 has one score: weight 1. Token 1 has two equal ones; the logarithm of"
-                " their summed exponentials is 1.6931, and exp(1 - 1.6931) = 0.5.",
-                "(round(math.log(2 * math.e), 4), round(math.exp(1 - 1.6931), 2))",
-                "(1.6931, 0.5)",
+                "Token 0 has one score: weight 1. Token 1 has two equal ones: relative to the"
+                " largest score each exponential is 1, and each weight 1 / (1 + 1).",
+                "(math.exp(1 - 1), 1 / (1 + 1))",
+                "(1.0, 0.5)",
                 step="turn scores into weights (softmax)",
             ),
             StoryStep(

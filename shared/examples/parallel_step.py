@@ -23,32 +23,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "parallel_step",
         "DecodeContextParallel",
         "One rank writes a token and attends to four keys in three splits.",
-        """\
->>> step = DecodeContextParallel(
-...     RankGroup(),
-...     num_query_heads=1,
-...     head_size=1,
-...     max_num_tokens=1,
-...     splits=KeySplits(count=3),
-... )
->>> keys, values = torch.ones(3, 2, 1, 1), torch.arange(6.0).view(3, 2, 1, 1)
->>> batch = step.prepare(
-...     keys,
-...     block_table=torch.tensor([[2, 0]], dtype=torch.int32),
-...     query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-...     seq_lens=torch.tensor([4], dtype=torch.int32),
-...     num_tokens=1,
-...     max_seq_len=4,
-... )
->>> batch.seq_lens, batch.slot_mapping
-(tensor([2, 1, 1], dtype=torch.int32), tensor([1]))
->>> step.write(torch.ones(1, 1, 1), torch.full((1, 1, 1), 7.0), keys, values, batch)
->>> step.attend(torch.ones(1, 1, 1), keys, values, batch).flatten()
-tensor([4.])
-""",
         (
             StoryStep(
                 "The sequence has four tokens, and the new one is the last.",

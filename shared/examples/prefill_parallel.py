@@ -24,18 +24,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "prefill_parallel",
         "PrefillContextParallel",
         "Both chunks of a prompt of three tokens on one rank.",
-        """\
->>> prefill = PrefillContextParallel(RankGroup(), block_size=2)
->>> share = prefill.prepare([3])
->>> share.tokens, share.seq_lens
-(tensor([0, 1, 2]), tensor([1, 3], dtype=torch.int32))
->>> ones, values = torch.ones(3, 1, 1), torch.tensor([3.0, 5.0, 7.0])
->>> prefill.attend(ones, ones, values.view(3, 1, 1), share).flatten()
-tensor([3., 4., 5.])
-""",
         (
             StoryStep(
                 "One rank has two chunks. They end before positions 3 * 1 // 2 and 3 * 2 // 2.",

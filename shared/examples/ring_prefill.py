@@ -26,18 +26,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "ring_prefill",
         "RingContextParallel",
         "Both chunks of a prompt of three tokens on one rank, in one round.",
-        """\
->>> ring = RingContextParallel(RankGroup(), block_size=2)
->>> share = ring.prepare([3])
->>> share.tokens, [each.seq_lens.tolist() for each in share.rounds]
-(tensor([0, 1, 2]), [[1, 3]])
->>> ones, values = torch.ones(3, 1, 1), torch.tensor([3.0, 5.0, 7.0])
->>> ring.attend(ones, ones, values.view(3, 1, 1), share).flatten()
-tensor([3., 4., 5.])
-""",
         (
             StoryStep(
                 "Chunk 0 is token 0, chunk 1 is tokens 1 and 2. They attend to 1 and to 3 keys.",

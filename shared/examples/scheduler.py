@@ -29,30 +29,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "scheduler",
         "Scheduler",
         "Two requests share a budget of 4 tokens and a cache of 8 slots.",
-        """\
->>> blocks = BlockManager(num_blocks=4, block_size=2)
->>> scheduler = Scheduler(blocks, token_budget=4, max_running=8)
->>> scheduler.add_request(Request("a", [5, 6, 7], max_tokens=3))
->>> scheduler.add_request(Request("b", [5, 6, 8, 9], max_tokens=2))
->>> first = scheduler.schedule()
->>> first.num_scheduled_tokens
-{'a': 3, 'b': 1}
->>> scheduler.update_from_output(first, {"a": 4})
->>> second = scheduler.schedule()
->>> second.num_scheduled_tokens
-{'a': 1, 'b': 3}
->>> scheduler.update_from_output(second, {"a": 4, "b": 1})
->>> third = scheduler.schedule()
->>> third.num_scheduled_tokens, third.preempted_req_ids
-({'a': 1}, ['b'])
->>> scheduler.update_from_output(third, {"a": 4})
->>> fourth = scheduler.schedule()
->>> fourth.num_scheduled_tokens, fourth.num_regained_tokens
-({'b': 3}, 2)
-""",
         (
             StoryStep(
                 "In step 2 request a is running and decodes one token. Request b has computed 1"

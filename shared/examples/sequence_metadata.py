@@ -33,13 +33,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "sequence_metadata",
         "is_block_tables_empty",
         "Without a row for any sequence the cache is missing; an empty row is a row.",
-        """\
->>> is_block_tables_empty({0: None, 1: None}), is_block_tables_empty({0: []})
-(True, False)
-""",
         (
             StoryStep(
                 "A run that measures memory has no cache yet, so its sequences have no rows:"
@@ -55,16 +50,8 @@ EXAMPLES = (
         ),
     ),
     Example(
-        "sequence_metadata",
         "make_tensor_with_pad",
         "Two rows become one tensor, padded with -1.",
-        """\
->>> make_tensor_with_pad(
-...     [[7, 2], [5]], pad=-1, dtype=torch.int64, max_len=3
-... )
-tensor([[ 7,  2, -1],
-        [ 5, -1, -1]])
-""",
         (
             StoryStep(
                 "The tensor is 3 wide, so row 0 has 1 padding entry and row 1 has 2.",
@@ -79,29 +66,8 @@ tensor([[ 7,  2, -1],
         ),
     ),
     Example(
-        "sequence_metadata",
         "CommonMetadataBuilder",
         "Sequence 0 starts with a prompt of three tokens; sequence 1 decodes its fifth.",
-        """\
->>> builder = CommonMetadataBuilder(block_size=4)
->>> builder.prepare()
->>> builder.add_seq_group(SequenceGroup(
-...     is_prompt=True,
-...     sequences=(SequenceInput(seq_id=0, query_len=3),),
-...     block_tables={0: [5]},
-... ))
->>> builder.add_seq_group(SequenceGroup(
-...     is_prompt=False,
-...     sequences=(SequenceInput(seq_id=1, query_len=1, context_len=4),),
-...     block_tables={1: [7, 2]},
-... ))
->>> step = builder.build([3, 5], [3, 1])
->>> step.slot_mapping
-tensor([20, 21, 22,  8])
->>> step.block_tables
-tensor([[0, 0],
-        [7, 2]], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Neither group has images, so the placeholder maps are empty.",

@@ -30,20 +30,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "slot_mapping",
         "compute_slot_mapping",
         "Seven new tokens of one sequence; the first one needs no slot.",
-        """\
->>> compute_slot_mapping(
-...     is_profile_run=False,
-...     seq_len=10,
-...     context_len=3,
-...     start_idx=4,
-...     block_size=4,
-...     block_table=[7, 2, 5],
-... )
-tensor([-1,  8,  9, 10, 11, 20, 21])
-""",
         (
             StoryStep(
                 "3 of 10 tokens are in the cache, so positions 3 to 9 are new. Position 3 is"
@@ -73,18 +61,8 @@ tensor([-1,  8,  9, 10, 11, 20, 21])
         ),
     ),
     Example(
-        "slot_mapping",
         "compute_slot_mapping_batch",
         "One request has its fifth token, another starts with three.",
-        """\
->>> compute_slot_mapping_batch(
-...     query_lens=[1, 3],
-...     num_computed_tokens=[4, 0],
-...     block_rows=[[7, 2], [5]],
-...     block_size=4,
-... )
-tensor([ 8, 20, 21, 22])
-""",
         (
             StoryStep(
                 "Request 0 has 4 tokens in the cache, so its new one has position 4: entry 1"
@@ -105,19 +83,8 @@ tensor([ 8, 20, 21, 22])
         ),
     ),
     Example(
-        "slot_mapping",
         "compute_slot_mapping_device",
         "The same batch, from tensors, padded to five tokens.",
-        """\
->>> compute_slot_mapping_device(
-...     query_start_loc=torch.tensor([0, 1, 4], dtype=torch.int32),
-...     num_computed_tokens=torch.tensor([4, 0], dtype=torch.int32),
-...     block_table=torch.tensor([[7, 2], [5, 0]], dtype=torch.int32),
-...     block_size=4,
-...     num_tokens=5,
-... )
-tensor([ 8, 20, 21, 22, -1])
-""",
         (
             StoryStep(
                 "The starts 0, 1, 4 say that token 0 belongs to request 0 and tokens 1 to 3 to"
@@ -140,15 +107,8 @@ tensor([ 8, 20, 21, 22, -1])
         ),
     ),
     Example(
-        "slot_mapping",
         "compute_slot_mapping_start_idx",
         "With a window of 8, the first two tokens of a prompt of 10 are never read again.",
-        """\
->>> compute_slot_mapping_start_idx(
-...     is_prompt=True, query_len=6, context_len=4, sliding_window=8
-... )
-2
-""",
         (
             StoryStep(
                 "4 tokens are in the cache and 6 are new: the sequence has 10.",

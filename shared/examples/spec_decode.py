@@ -23,15 +23,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "spec_decode",
         "reshape_query_for_spec_decode",
         "Four tokens of two requests get an axis for the request.",
-        """\
->>> query = torch.arange(4.0).view(4, 1, 1)
->>> reshape_query_for_spec_decode(query, batch_size=2)[:, :, 0, 0]
-tensor([[0., 1.],
-        [2., 3.]])
-""",
         (
             StoryStep("Each request has 4 / 2 = 2 tokens.", "4 // 2", "2"),
             StoryStep(
@@ -42,14 +35,8 @@ tensor([[0., 1.],
         ),
     ),
     Example(
-        "spec_decode",
         "reshape_attn_output_for_spec_decode",
         "And back to one row a token.",
-        """\
->>> output = torch.arange(4.0).view(2, 2, 1, 1)
->>> reshape_attn_output_for_spec_decode(output).flatten()
-tensor([0., 1., 2., 3.])
-""",
         (
             StoryStep(
                 "Token 1 of request 1 is row 1 * 2 + 1 = 3 of the flat output.",

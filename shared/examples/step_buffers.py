@@ -34,25 +34,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "step_buffers",
         "StepBuffers",
         "One request's first three steps, the last one padded to two.",
-        """\
->>> buffers = StepBuffers(
-...     max_num_reqs=2, max_num_tokens=8, max_blocks=2, block_size=4
-... )
->>> buffers.append_blocks([0], [[7]])
->>> buffers.build([3], [0]).slot_mapping
-tensor([28, 29, 30])
->>> buffers.build([1], [3]).slot_mapping
-tensor([31])
->>> buffers.append_blocks([0], [[2]])
->>> step = buffers.build([1], [4], num_reqs_padded=2, num_tokens_padded=2)
->>> step.slot_mapping, step.seq_lens
-(tensor([ 8, -1]), tensor([5, 0], dtype=torch.int32))
->>> step.block_table_tensor[0]
-tensor([7, 2], dtype=torch.int32)
-""",
         (
             StoryStep(
                 "Row 0 gets block 7 before the first step, and block 2 after it before the"

@@ -23,13 +23,8 @@ def draw() -> list[Text]:
 
 EXAMPLES = (
     Example(
-        "tensor_parallel",
         "get_tp_heads",
         "The heads of the last of four ranks.",
-        """\
->>> get_tp_heads(num_query_heads=8, num_kv_heads=2, tp_world_size=4, tp_rank=3)
-RankHeads(query_start=6, query_stop=8, kv_start=1, kv_stop=2, copies=2)
-""",
         (
             StoryStep(
                 "Each rank has two query heads; rank 3 has the last two.",
@@ -47,13 +42,8 @@ RankHeads(query_start=6, query_stop=8, kv_start=1, kv_stop=2, copies=2)
         ),
     ),
     Example(
-        "tensor_parallel",
         "get_dcp_groups",
         "Eight ranks, of which four store the same KV head, in groups of two.",
-        """\
->>> get_dcp_groups(num_kv_heads=2, tp_world_size=8, dcp_world_size=2)
-[[0, 1], [2, 3], [4, 5], [6, 7]]
-""",
         (
             StoryStep(
                 "Ranks 0 to 3 store KV head 0. In groups of two, each pair shares its keys.",

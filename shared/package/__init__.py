@@ -13,11 +13,11 @@ from types import ModuleType
 __version__ = "0.1.0.dev0"
 
 PACKAGES = (
-    "bookkeeping",
     "conformance",
     "contract",
     "engine",
     "examples",
+    "gluon_interpreter",
     "integrations",
     "optimized",
     "recorder",

@@ -35,16 +35,18 @@ class Reproduced:
     candidate_agrees: bool | None = None
 
 
-def reproduce_case(path: Path, device: str = "cpu") -> Reproduced:
+def reproduce_case(path: Path, device: str | None = None) -> Reproduced:
     """Check a stored case again; see `Reproduced`.
 
     Args:
         path: a file that the recorder wrote.
-        device: where attention is computed.
+        device: Optional. Where attention is computed. If None, "cuda" if there is one, else "cpu".
 
     Raises:
         FileNotFoundError, ValueError: as in `load_case`.
     """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     case = load_case(path)
     evidence = case.finding.evidence
     kind = evidence.get("kind")

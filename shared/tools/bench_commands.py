@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from ..contract.extras import is_missing, require
+from .arguments import SECONDS, SEED, number, split_names
+from .bench_names import check_device, check_names
 from .command_line import choose_interpreter, progress_bar, sentences_for_errors
 from .files import check_outputs, write_text
 
@@ -31,15 +34,27 @@ Implementations = Annotated[
     ),
 ]
 Rounds = Annotated[
-    int | None, typer.Option(help="Rounds, each with new inputs.  (3; smoke 1)")
+    int | None,
+    typer.Option(
+        help="Rounds, each with new inputs.  (3; smoke 1)", callback=number(1, 10**4)
+    ),
 ]
 Repeats = Annotated[
-    int | None, typer.Option(help="Runs per implementation and round.  (30; smoke 2)")
+    int | None,
+    typer.Option(
+        help="Runs per implementation and round.  (30; smoke 2)",
+        callback=number(1, 10**5),
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of inputs and of the order of runs.")]
+Seed = Annotated[
+    int,
+    typer.Option(help="Seed of inputs and of the order of runs.", callback=SEED),
+]
 Limit = Annotated[
     float | None,
-    typer.Option(help="Seconds after which no workload is started.  (none)"),
+    typer.Option(
+        help="Seconds after which no workload is started.  (none)", callback=SECONDS
+    ),
 ]
 FlashAttention3 = Annotated[
     Path | None,
@@ -111,6 +126,18 @@ def bench(
     """
     with sentences_for_errors():
         _check_files(json_file, plot, markdown, fa3=fa3, flashmla=flashmla)
+        if commit is not None and json_file is markdown is None:
+            raise ValueError(
+                f"commit = {commit!r}: expected --json or --markdown too, which name it"
+            )
+        libraries = split_names("implementations", implementations)
+        files = fa3 is not None, flashmla is not None
+        check_names(names or (), suite, libraries, *files)
+        check_device(device, smoke)
+        if is_missing("triton"):
+            from ..engine.triton_versions import why_no_triton
+
+            raise ImportError(why_no_triton())
         choose_interpreter(device)
         from .bench.run import Benchmark
         from .bench.settings import choose_settings
@@ -118,9 +145,7 @@ def bench(
         settings = choose_settings(
             names or (),
             device=device,
-            implementations=[
-                name.strip() for name in (implementations or "").split(",") if name
-            ],
+            implementations=libraries,
             rounds=rounds,
             repeats=repeats,
             seed=seed,
@@ -152,12 +177,12 @@ def _check_files(
     dark = None if plot is None else plot.with_stem(f"{plot.stem}-dark")
     check_outputs(json=json_file, plot=plot, dark_plot=dark, markdown=markdown)
     if plot is not None:
-        from .bench.plot import check_plot_can_be_drawn
-
-        check_plot_can_be_drawn(plot)
+        require("a plot", "matplotlib")
     for name, path in libraries.items():
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"{name} = {path}: expected a file")
+        if path is not None and path.suffix != ".so":
+            raise ValueError(f"{name} = {path}: expected a file that ends in .so")
 
 
 def _print_record(record: dict[str, Any]) -> None:

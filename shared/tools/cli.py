@@ -1,4 +1,4 @@
-"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, export, bench.
+"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, export, bench, interpret.
 
 Slow imports are inside the commands, so `pagetwin --help` is fast.
 """
@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .arguments import Command, Commands, paragraphs
 from .bench_commands import bench
 from .command_line import DISAGREE as DISAGREE
 from .command_line import USER_ERROR as USER_ERROR
@@ -19,11 +20,13 @@ from .command_line import (
 )
 from .conformance_commands import check
 from .fuzz_command import fuzz
+from .interpret_command import interpret
 from .puzzles.command import puzzles
 from .replay_commands import replay, reproduce
 from .solution_commands import export
 
 app = typer.Typer(
+    cls=Commands,
     help="Paged attention and its bookkeeping, written twice: to be read and to be fast.",
     no_args_is_help=True,
     add_completion=False,
@@ -54,11 +57,6 @@ def main(
     context.call_on_close(interpreter_restorer())
 
 
-app.command()(replay)
-app.command()(reproduce)
-
-
-@app.command()
 def explain(
     concept: Annotated[
         str | None,
@@ -87,8 +85,15 @@ def explain(
         print_concept(name, Console())
 
 
-app.command()(check)
-app.command()(fuzz)
-app.command()(export)
-app.command()(bench)
-app.command()(puzzles)
+for command in (
+    replay,
+    reproduce,
+    explain,
+    check,
+    fuzz,
+    export,
+    bench,
+    interpret,
+    puzzles,
+):
+    app.command(cls=Command, help=paragraphs(command))(command)

@@ -62,17 +62,32 @@ def sentences_for_errors(*others: type[Exception]) -> Iterator[None]:
         ValueError,
         OSError,
         ImportError,
+        MemoryError,
         NotImplementedError,
         *others,
     )
     try:
         yield
     except user_errors as error:
-        # str of a KeyError is the repr of its message
-        sentence = error.args[0] if isinstance(error, KeyError) else error
-        console = Console(stderr=True, soft_wrap=True)
-        console.print(f"[red]{escape(str(sentence))}[/]", highlight=False)
+        print_error(sentence_of(error))
         raise typer.Exit(USER_ERROR) from None
+
+
+def sentence_of(error: Exception) -> str:
+    """Return what an error says, in one line. An error of the system names its file."""
+    if isinstance(error, KeyError):
+        # str of a KeyError is the repr of its message
+        return str(error.args[0])
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'a file'}: {error.strerror}"
+    words = str(error) or type(error).__name__
+    return f"not enough memory: {words}" if isinstance(error, MemoryError) else words
+
+
+def print_error(sentence: str) -> None:
+    """Print a sentence on the error output."""
+    console = Console(stderr=True, soft_wrap=True)
+    console.print(f"[red]{escape(sentence)}[/]", highlight=False)
 
 
 def progress_bar(unit: str, stays: bool = False) -> "Progress":

@@ -1,6 +1,5 @@
 """Command `pagetwin check`: run the laws on any implementation."""
 
-import importlib.util
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +7,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..conformance.harness.law_names import check_known, check_words
+from ..contract.extras import require
+from .arguments import (
+    MINUTES,
+    SECONDS,
+    SEED,
+    WrongArgument,
+    check_different,
+    given_options,
+    number,
+    processes,
+)
 from .command_line import (
     DISAGREE,
     UNFINISHED,
@@ -45,6 +56,11 @@ OptionalModule = Annotated[
 Only = Annotated[
     str | None, typer.Option(help="Words in a law's name or area.  (all laws)")
 ]
+Workers = Annotated[
+    int,
+    typer.Option(help="Number of processes, at most two per core.", callback=processes),
+]
+USED_BY_PROBE = {"module", "solution", "device", "probe", "case_seconds", "minutes"}
 Device = Annotated[
     str | None,
     typer.Option(
@@ -55,17 +71,21 @@ Device = Annotated[
 
 
 def check(
+    context: typer.Context,
     module: OptionalModule = None,
     solution: SolutionFile = None,
     trace: TraceFile = None,
     only: Only = None,
-    seed: Annotated[int, typer.Option(help="Seed of the cases.")] = 0,
-    examples: Annotated[int, typer.Option(help="Drawn cases per law.")] = 25,
+    seed: Annotated[int, typer.Option(help="Seed of the cases.", callback=SEED)] = 0,
+    examples: Annotated[
+        int, typer.Option(help="Drawn cases per law.", callback=number(1, 10**6))
+    ] = 25,
     signatures: Annotated[
         int | None,
         typer.Option(
             help="Sets of sizes and options that the drawn cases of a law share; 0 for any number."
-            "  (4 on a GPU, any number on a CPU)"
+            "  (4 on a GPU, any number on a CPU)",
+            callback=number(0, 10**6),
         ),
     ] = None,
     device: Device = None,
@@ -79,9 +99,7 @@ def check(
             help="LAW=REASON: a law that is known to be broken, and why. May be repeated."
         ),
     ] = None,
-    workers: Annotated[
-        int, typer.Option(help="Processes that the laws are distributed over.")
-    ] = 1,
+    workers: Workers = 1,
     outside: Annotated[
         bool,
         typer.Option(
@@ -95,18 +113,23 @@ def check(
         ),
     ] = False,
     case_seconds: Annotated[
-        float, typer.Option(help="A case that takes longer hangs, and is stopped.")
+        float,
+        typer.Option(
+            help="A case that takes longer hangs, and is stopped.", callback=SECONDS
+        ),
     ] = 120.0,
     law_seconds: Annotated[
         float | None,
         typer.Option(
             help="A law that takes longer is not finished.  (300, or those of a case)",
+            callback=SECONDS,
         ),
     ] = None,
     minutes: Annotated[
         float | None,
         typer.Option(
-            help="Laws that take longer are not finished.  (no limit; 5 with --probe)"
+            help="Laws that take longer are not finished.  (no limit; 5 with --probe)",
+            callback=MINUTES,
         ),
     ] = None,
 ) -> None:
@@ -122,11 +145,13 @@ def check(
     cases were tried. The files of a report are written after each law.
     """
     with sentences_for_errors():
-        check_hypothesis("check")
+        require("pagetwin check", "hypothesis")
+        if probe:
+            _check_probe(given_options(context))
         files = ReportFiles(json_file, markdown, junit, html, trace)
         files.check()
-        limits = {"case": case_seconds, "law": law_seconds, "minutes": minutes}
-        _check_limits(limits)
+        known_failures = _reasons_by_law(known or [])
+        check_words(only)
         module = choose_implementation(module, solution, trace, device)
         check_module(module, device)
         choose_interpreter(device)
@@ -144,7 +169,7 @@ def check(
             examples=examples,
             signatures=signatures,
             device=device,
-            known_failures=dict(_law_and_reason(each) for each in known or ()),
+            known_failures=known_failures,
             workers=workers,
             seconds_of_a_law=law_seconds,
             seconds_of_a_case=case_seconds,
@@ -186,15 +211,6 @@ def check(
         raise typer.Exit(UNFINISHED)
 
 
-def check_hypothesis(command: str) -> None:
-    """Raise if Hypothesis, which draws the cases, is not installed."""
-    if importlib.util.find_spec("hypothesis") is None:
-        raise ImportError(
-            f"pagetwin {command} needs hypothesis, which draws the cases:"
-            " pip install 'pagetwin[conformance]'"
-        )
-
-
 def check_module(module: str, device: str | None) -> None:
     """Raise if the implementation cannot run, before torch or a law is imported here."""
     from ..conformance.harness.preflight import check_can_run
@@ -202,19 +218,27 @@ def check_module(module: str, device: str | None) -> None:
     check_can_run(module, device)
 
 
-def _check_limits(limits: dict[str, float | None]) -> None:
-    """Raise if a time limit is not positive, before anything is imported."""
-    for name, limit in limits.items():
-        if limit is not None and not limit > 0:
-            option = name if name == "minutes" else f"{name}_seconds"
-            raise ValueError(f"{option} = {limit:g}: expected more than 0")
+def _check_probe(given: set[str]) -> None:
+    """Raise if an option is given that a probe would ignore."""
+    if ignored := sorted(given - USED_BY_PROBE):
+        names = " and ".join(f"--{each.removesuffix('_file')}" for each in ignored)
+        raise WrongArgument(
+            f"--probe tries calls and no laws: expected it without {names.replace('_', '-')}"
+        )
 
 
-def _law_and_reason(text: str) -> tuple[str, str]:
-    law, equals, reason = text.partition("=")
-    if not equals or not reason.strip():
-        raise ValueError(f"known = {text!r}: expected LAW=REASON")
-    return law.strip(), reason.strip()
+def _reasons_by_law(known: list[str]) -> dict[str, str]:
+    """Return the reason of each known failure, by law."""
+    pairs = []
+    for text in known:
+        law, equals, reason = text.partition("=")
+        if not equals or not reason.strip():
+            raise ValueError(f"known = {text!r}: expected LAW=REASON")
+        pairs.append((law.strip(), reason.strip()))
+    laws = [law for law, _ in pairs]
+    check_known(laws)
+    check_different("known", laws)
+    return dict(pairs)
 
 
 def _print_support(
@@ -377,6 +401,6 @@ def _print_first_laws(report: "Report", console: Console) -> None:
 
     first = report.laws_to_look_at_first()
     console.print(f"[bold]{heading_of(first)}:[/]")
-    for number, each in enumerate(first, 1):
-        line = f"  {number}. {each.law}: {each.summary}"
+    for index, each in enumerate(first, 1):
+        line = f"  {index}. {each.law}: {each.summary}"
         console.print(line, highlight=False, markup=False)

@@ -1,6 +1,7 @@
 """Worked examples of a concept in the terminal, with a picture and computed results."""
 
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -42,7 +43,7 @@ def explain(concept: str, console: Console) -> None:
     following = names[names.index(concept) + 1 :]
     console.print()
     modules = dict.fromkeys(
-        f"{topic.package(twin)}.{topic.module}" for twin in ("reference", "optimized")
+        f"pagetwin.{twin}.{topic.module}" for twin in ("reference", "optimized")
     )
     for module in modules:
         console.print(Text(f"Source: {module}", style=DIM))
@@ -52,10 +53,14 @@ def explain(concept: str, console: Console) -> None:
 
 
 def _file_of(module: str) -> str:
-    """Return the installed file of a module, which exists in a wheel too."""
-    found = importlib.util.find_spec(module)
+    """Return the installed file of a module, which exists in a wheel too.
+
+    The module is not imported: that of the kernels needs triton.
+    """
+    *package, rest = module.split(".", 2)
+    found = importlib.util.find_spec(".".join(package))
     assert found is not None and found.origin is not None
-    return found.origin
+    return str(Path(found.origin).parent / rest.replace(".", "/")) + ".py"
 
 
 def _tell(example: Example, names: dict[str, Any]) -> RenderableType:

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..conformance.harness.law_names import check_words
+from ..contract.extras import require
+from .arguments import MINUTES, number
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
 from .conformance_commands import (
     Device,
     Module,
     Only,
-    check_hypothesis,
+    Workers,
     check_module,
     print_notes,
     print_symptom,
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
 
 def fuzz(
     module: Module,
-    minutes: Annotated[float, typer.Option(help="Duration in minutes.")] = 10.0,
+    minutes: Annotated[
+        float, typer.Option(help="Duration in minutes.", callback=MINUTES)
+    ] = 10.0,
     corpus: Annotated[
         Path | None,
         typer.Option(
@@ -36,12 +41,21 @@ def fuzz(
         ),
     ] = None,
     only: Only = None,
-    examples: Annotated[int, typer.Option(help="Drawn cases per law and seed.")] = 50,
+    examples: Annotated[
+        int,
+        typer.Option(help="Drawn cases per law and seed.", callback=number(1, 10**6)),
+    ] = 50,
     device: Device = None,
-    workers: Annotated[int, typer.Option(help="Number of processes.")] = 1,
-    batches: Annotated[int, typer.Option(help="Batches per signature.")] = 256,
+    workers: Workers = 1,
+    batches: Annotated[
+        int, typer.Option(help="Batches per signature.", callback=number(1, 10**6))
+    ] = 256,
     cases: Annotated[
-        int | None, typer.Option(help="End after this number of new cases.  (no limit)")
+        int | None,
+        typer.Option(
+            help="End after this number of new cases.  (no limit)",
+            callback=number(1, 10**12),
+        ),
     ] = None,
     json_file: JsonFile = None,
     markdown: MarkdownFile = None,
@@ -58,14 +72,12 @@ def fuzz(
     it. 2, the implementation could not run; one sentence says why.
     """
     with sentences_for_errors():
-        check_hypothesis("fuzz")
+        require("pagetwin fuzz", "hypothesis")
         files = ReportFiles(json_file, markdown, junit, html)
         files.check()
-        from ..conformance.harness.corpus import CORPUS, Corpus, check_numbers
+        check_words(only)
+        from ..conformance.harness.corpus import CORPUS, Corpus
 
-        check_numbers(
-            minutes, examples=examples, workers=workers, batches=batches, cases=cases
-        )
         Corpus(CORPUS if corpus is None else corpus, module)
         check_module(module, device)
         choose_interpreter(device)

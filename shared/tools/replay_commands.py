@@ -2,12 +2,16 @@
 
 import json
 import time
+from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from ..contract.extras import require
+from .arguments import SEED, number, processes, split_names
 from .command_line import (
     DISAGREE,
     choose_interpreter,
@@ -22,13 +26,22 @@ if TYPE_CHECKING:
 
 Trace = Annotated[str, typer.Option(help="mooncake, azure, or a .csv or .jsonl file.")]
 Requests = Annotated[
-    int | None, typer.Option(help="Maximum number of requests.  (40; cuda 100)")
+    int | None,
+    typer.Option(
+        help="Maximum number of requests.  (40; cuda 100)", callback=number(1, 10**6)
+    ),
 ]
 Scale = Annotated[
-    float | None, typer.Option(help="Factor of prompt lengths.  (1/64; cuda 1)")
+    float | None,
+    typer.Option(
+        help="Factor of prompt lengths.  (1/64; cuda 1)", callback=number(0, 1.0, True)
+    ),
 ]
 OutputScale = Annotated[
-    float | None, typer.Option(help="Factor of output lengths.  (1/32; cuda 1)")
+    float | None,
+    typer.Option(
+        help="Factor of output lengths.  (1/32; cuda 1)", callback=number(0, 1.0, True)
+    ),
 ]
 Twins = Annotated[
     str,
@@ -45,49 +58,86 @@ Dtype = Annotated[
     typer.Option(help="float32, float16 or bfloat16.  (float16; cuda bfloat16)"),
 ]
 QueryHeads = Annotated[
-    int | None, typer.Option(help="Query heads of the model.  (4; cuda 32)")
+    int | None,
+    typer.Option(
+        help="Query heads of the model.  (4; cuda 32)", callback=number(1, 1024)
+    ),
 ]
 KVHeads = Annotated[
-    int | None, typer.Option(help="KV heads of the model.  (2; cuda 8)")
+    int | None,
+    typer.Option(help="KV heads of the model.  (2; cuda 8)", callback=number(1, 1024)),
 ]
 HeadSize = Annotated[
-    int | None, typer.Option(help="Elements per head.  (16; cuda 128)")
+    int | None,
+    typer.Option(help="Elements per head.  (16; cuda 128)", callback=number(1, 1024)),
 ]
-Layers = Annotated[int | None, typer.Option(help="Attention layers.  (1)")]
-BlockSize = Annotated[int | None, typer.Option(help="Slots per block.  (8; cuda 16)")]
+Layers = Annotated[
+    int | None, typer.Option(help="Attention layers.  (1)", callback=number(1, 1024))
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(help="Slots per block.  (8; cuda 16)", callback=number(1, 2**16)),
+]
 NumBlocks = Annotated[
     int | None,
     typer.Option(
-        help="Blocks in the cache.  (60 % of the blocks that the trace would use at most)"
+        help="Blocks in the cache.  (60 % of the blocks that the trace would use at most)",
+        callback=number(1, 2**31 - 1),
     ),
 ]
 TokenBudget = Annotated[
     int | None,
-    typer.Option(help="Maximum number of new tokens per step.  (96; cuda 2048)"),
+    typer.Option(
+        help="Maximum number of new tokens per step.  (96; cuda 2048)",
+        callback=number(1, 10**6),
+    ),
 ]
 MaxRunning = Annotated[
-    int | None, typer.Option(help="Maximum number of running requests.  (16; cuda 64)")
+    int | None,
+    typer.Option(
+        help="Maximum number of running requests.  (16; cuda 64)",
+        callback=number(1, 10**6),
+    ),
 ]
 StepsPerSecond = Annotated[
-    float | None, typer.Option(help="Steps per second of the trace.  (3; cuda 30)")
+    float | None,
+    typer.Option(
+        help="Steps per second of the trace.  (3; cuda 30)",
+        callback=number(0, 1e6, True),
+    ),
 ]
 CheckEvery = Annotated[
     int | None,
     typer.Option(
-        help="Interval in steps at which whole caches are compared.  (1; cuda 16)"
+        help="Interval in steps at which whole caches are compared.  (1; cuda 16)",
+        callback=number(1, 10**9),
+    ),
+]
+All = Annotated[
+    bool,
+    typer.Option(
+        "--all",
+        help="Compute attention in every step. Interpreted, one step in four computes it.",
     ),
 ]
 Ranks = Annotated[
     int,
     typer.Option(
-        help="Processes that share each sequence's keys; each twin runs on 1 and on these."
+        help="Processes that share each sequence's keys, at most two per core; each twin runs on"
+        " 1 and on these.",
+        callback=processes,
     ),
 ]
 Splits = Annotated[
     int,
-    typer.Option(help="Fixed splits of the keys, for the bits of one rank. 0: none."),
+    typer.Option(
+        help="Fixed splits of the keys, for the bits of one rank. 0: none.",
+        callback=number(0, 1024),
+    ),
 ]
-Seed = Annotated[int, typer.Option(help="Seed of tokens, tables and block order.")]
+Seed = Annotated[
+    int, typer.Option(help="Seed of tokens, tables and block order.", callback=SEED)
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write all figures to this file.")
 ]
@@ -114,13 +164,14 @@ def replay(
     max_running: MaxRunning = None,
     steps_per_second: StepsPerSecond = None,
     check_every: CheckEvery = None,
+    all_steps: All = False,
     ranks: Ranks = 1,
     splits: Splits = 0,
     seed: Seed = 0,
     json_file: JsonFile = None,
     report: ReportFile = None,
 ) -> None:
-    """Replay a serving trace through both twins and compare them at every step.
+    """Replay a serving trace through both twins and compare them step by step.
 
     Each twin is also compared with the reference in float64. Defaults are in parentheses, without
     a GPU and with one. Lengths are scaled down without a GPU; a table says by how much.
@@ -128,12 +179,12 @@ def replay(
     Exit codes: 0, no step differs. 1, a step differs, and a file that reproduces it has been
     written. 2, the replay could not run; one sentence says why.
     """
-    given = {
+    given: dict[str, Any] = {
         "trace": trace,
         "requests": requests,
         "scale": scale,
         "output_scale": output_scale,
-        "twins": [name.strip() for name in twins.split(",")],
+        "twins": twins.split(","),
         "dtype": dtype,
         "query_heads": query_heads,
         "kv_heads": kv_heads,
@@ -145,6 +196,7 @@ def replay(
         "max_running": max_running,
         "steps_per_second": steps_per_second,
         "check_every": check_every,
+        "attention_every": 1 if all_steps else None,
         "ranks": ranks,
         "splits": splits,
         "seed": seed,
@@ -153,9 +205,11 @@ def replay(
         # before the replay, because a failure afterwards would lose its results
         check_outputs(json=json_file, report=report)
         if report is not None:
-            from .replay.report import check_report_can_be_drawn
+            require("a report", "jinja2", "matplotlib")
+        given["twins"] = split_names("twins", twins)
+        from .replay.settings import check_settings
 
-            check_report_can_be_drawn()
+        check_settings(device, **given)
         choose_interpreter(device)
         from ..recorder import recorder_from_environment
         from .replay.run import Replay
@@ -189,14 +243,14 @@ def reproduce(
     Exit codes: 0, the twins agree now, or the law holds. 1, it still fails. 2, it could not run;
     one sentence says why.
     """
-    if file.suffix == ".py":
-        from .reproduce_case import reproduce_case
+    from .reproduce_case import check_stored, reproduce_case, reproduce_recorded
 
+    with sentences_for_errors():
+        check_stored(file)
+    if file.suffix == ".py":
         reproduce_case(file)
         return
     if file.name.startswith("pagetwin-record"):
-        from .reproduce_case import reproduce_recorded
-
         reproduce_recorded(file)
         return
     with sentences_for_errors():
@@ -232,12 +286,13 @@ def _watch(run: "Replay") -> "list[StepRecord]":
 
     records: list[StepRecord] = []
     try:
-        with (
-            sentences_for_errors(torch.OutOfMemoryError),
-            progress_bar("tokens", stays=True) as progress,
-        ):
+        with sentences_for_errors(torch.OutOfMemoryError), ExitStack() as bar:
+            steps = run.steps()
+            # what a twin does not take is raised by the first step, and needs no bar
+            first = next(steps)
+            progress = bar.enter_context(progress_bar("tokens", stays=True))
             task = progress.add_task("", total=run.tokens_to_compute)
-            for record in run.steps():
+            for record in chain([first], steps):
                 records.append(record)
                 progress.update(
                     task,

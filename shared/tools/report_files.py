@@ -1,6 +1,5 @@
 """Files of a conformance report: JSON, Markdown, JUnit XML, and one HTML page."""
 
-import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..contract.extras import require
 from .files import check_outputs, write_text
 
 if TYPE_CHECKING:
@@ -60,10 +60,8 @@ class ReportFiles:
         """
         outputs = ("json", "markdown", "junit", "html", "trace")
         check_outputs(**{name: getattr(self, name) for name in outputs})
-        if self.html is not None and importlib.util.find_spec("jinja2") is None:
-            raise ImportError(
-                "--html needs jinja2: expected after pip install 'pagetwin[report]'"
-            )
+        if self.html is not None:
+            require("--html", "jinja2")
 
     def write_so_far(self, make: Callable[[], "Report"]) -> None:
         """Write the files without pictures, of a report that is not complete yet.

@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from ..contract.extras import require
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
 
 
@@ -16,12 +17,9 @@ def read_case(file: Path) -> tuple[str, str, str, str | None]:
     """Return the implementation, the law, the case and the device of a stored program.
 
     Raises:
-        FileNotFoundError: The file does not exist.
         ValueError: It has no call of `reproduce` with these arguments.
     """
     wrong = f"{file}: expected a program that `pagetwin fuzz` wrote"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist: expected a file of `fuzz`")
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         (call,) = [
@@ -33,11 +31,29 @@ def read_case(file: Path) -> tuple[str, str, str, str | None]:
         ]
         implementation, law, case = map(ast.literal_eval, call.args)
         given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, TypeError) as error:
         raise ValueError(wrong) from error
     if not all(isinstance(each, str) for each in (implementation, law, case)):
         raise ValueError(wrong)
     return implementation, law, case, given.get("device")
+
+
+def check_stored(file: Path) -> None:
+    """Raise if the file does not exist, or its name has another ending.
+
+    Raises:
+        FileNotFoundError, ValueError: The message says which commands write such files.
+    """
+    expected = (
+        "expected a .pt file that `pagetwin replay` or the recorder wrote, or a .py file that"
+        " `pagetwin fuzz` wrote"
+    )
+    if not file.exists():
+        raise FileNotFoundError(f"{file} does not exist: {expected}")
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file: {expected}")
+    if file.suffix not in (".pt", ".py"):
+        raise ValueError(f"{file} is not a stored step: {expected}")
 
 
 def reproduce_case(file: Path) -> None:
@@ -47,6 +63,7 @@ def reproduce_case(file: Path) -> None:
         file: A program in the corpus of `pagetwin fuzz`.
     """
     with sentences_for_errors():
+        require("pagetwin reproduce of a case of fuzz", "hypothesis")
         implementation, law, case, device = read_case(file)
         choose_interpreter(device)
         from ..conformance.harness.candidate import load_candidate
@@ -74,7 +91,7 @@ def reproduce_recorded(file: Path) -> None:
         file: A file that the recorder wrote.
     """
     with sentences_for_errors():
-        choose_interpreter("cpu")
+        choose_interpreter(None)
         from ..recorder.case import describe_history
         from ..recorder.reproduce import reproduce_case
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..contract.extras import require
+from .arguments import check_different
 from .command_line import choose_interpreter, sentences_for_errors
-from .files import make_folder, write_text
+from .files import check_folder, make_folder, write_text
 
 if TYPE_CHECKING:
     from ..conformance.harness.report import Report
@@ -113,8 +115,11 @@ def export(
     with sentences_for_errors():
         from ..conformance.flashinfer_bench.definitions import find_definition
 
+        check_different("definition", definition or ())
         for name in definition or ():
             find_definition(name)
+        check_folder("folder", folder)
+        require("pagetwin export", "hypothesis")
         make_folder("folder", folder)
         from ..conformance.flashinfer_bench.export import export_definitions
 

@@ -5,13 +5,16 @@ An error gives the name, the value, the expected value and what to do.
 
 Shapes, dtypes and host numbers are always validated. Contents (is this slot inside the cache?)
 must be read from the device. That synchronizes the host and is not allowed during the capture of a
-CUDA graph. The reference always reads them, the optimized twin only if `values_checked()`.
+CUDA graph. The reference always reads them, the optimized twin only if `values_checked`. The types
+of arguments are validated before, by the annotations (`contract/argument_types.py`).
 """
 
 from .attention import check_encoder_attention as check_encoder_attention
 from .attention import check_paged_attention as check_paged_attention
+from .batch import LARGEST_ID as LARGEST_ID
 from .batch import check_append_blocks as check_append_blocks
 from .batch import check_batch as check_batch
+from .batch import check_batch_sizes as check_batch_sizes
 from .batch import check_block_ids as check_block_ids
 from .batch import check_block_rows as check_block_rows
 from .batch import check_block_table as check_block_table
@@ -29,6 +32,7 @@ from .primitives import FLOATS as FLOATS
 from .primitives import check_dtype as check_dtype
 from .primitives import check_length as check_length
 from .primitives import check_not_negative as check_not_negative
+from .primitives import check_on_host as check_on_host
 from .primitives import check_positive as check_positive
 from .primitives import check_same_device as check_same_device
 from .primitives import values_checked as values_checked

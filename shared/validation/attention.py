@@ -21,6 +21,7 @@ from .primitives import (
     check_positive,
     check_same_device,
 )
+from .score_numbers import check_score_scale
 
 
 def check_paged_attention(
@@ -36,6 +37,7 @@ def check_paged_attention(
     lse: Tensor | None,
     options: AttentionOptions,
     contents: bool,
+    scale: float | None = None,
 ) -> None:
     """Validate a batch of paged attention, before anything is computed."""
     options = options.with_causal(True)
@@ -63,6 +65,7 @@ def check_paged_attention(
         )
     check_start_loc("query_start_loc", query_start_loc, reqs, query.shape[0], contents)
     check_cache_scales(options, key_cache, contents)
+    check_score_scale(scale)
     check_options(options, query, reqs, out, contents)
     if not contents:
         return
@@ -87,6 +90,7 @@ def check_encoder_attention(
     lse: Tensor | None,
     options: AttentionOptions,
     contents: bool,
+    scale: float | None = None,
 ) -> None:
     """Validate a batch of ragged keys and values."""
     options = options.with_causal(False)
@@ -116,6 +120,7 @@ def check_encoder_attention(
     reqs = max(query_start_loc.shape[0] - 1, 0) if query_start_loc.dim() else 0
     check_start_loc("query_start_loc", query_start_loc, reqs, query.shape[0], contents)
     check_start_loc("key_start_loc", key_start_loc, reqs, key.shape[0], contents)
+    check_score_scale(scale)
     check_options(options, query, reqs, out, contents)
     if not contents:
         return

@@ -4,7 +4,12 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from ..contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ..contract.argument_tensors import reject_gradients
+from ..contract.attention_options import (
+    DEFAULT_OPTIONS,
+    AttentionOptions,
+    unpack_options,
+)
 from .option import OptionCall
 from .options import OPTIONS
 from .options.tree_mask import validate_diagonal
@@ -29,10 +34,11 @@ def check_options(
         out: Optional. The tensor for the result.
         contents: Whether elements of tensors are read.
     """
-    call = OptionCall(options, query, reqs)
+    call = OptionCall(options, query, reqs, contents)
     for name, option in OPTIONS.items():
         if getattr(options, name) is not None:
             option.validate(getattr(options, name), call)
+    reject_gradients(**unpack_options(options))
     check_out_scale(options, query, out, contents)
 
 

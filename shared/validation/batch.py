@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..contract.argument_kinds import INT32
+from ..contract.integers import as_array
 from ..contract.kinds import HOST
 from .primitives import (
     check_dtype,
@@ -15,6 +17,9 @@ from .primitives import (
     check_positive,
     check_same_device,
 )
+
+LARGEST_ID = INT32
+"""The largest block id that a block table holds."""
 
 Counts: TypeAlias = Sequence[int] | np.ndarray
 """One count per request."""
@@ -28,10 +33,11 @@ def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
                 f"rows[{req}] has {len(row)} blocks: expected at most max_blocks ="
                 f" {max_blocks}; make the table wider"
             )
-        if len(row) and min(row) < 0:
-            entry = next(i for i, block_id in enumerate(row) if block_id < 0)
+        if len(row) and not 0 <= min(row) <= max(row) <= LARGEST_ID:
+            entry = next(i for i, each in enumerate(row) if not 0 <= each <= LARGEST_ID)
             raise IndexError(
                 f"rows[{req}][{entry}] = {row[entry]}: expected a block id from 0"
+                f" to {LARGEST_ID}"
             )
 
 
@@ -80,6 +86,7 @@ def check_one_sequence(
     context_len: int,
     block_size: int,
     block_table: Sequence[int] | None,
+    start_idx: int = 0,
 ) -> None:
     """Validate the lengths of a sequence and, except in a profile run, its block table."""
     check_positive(block_size=block_size)
@@ -95,6 +102,21 @@ def check_one_sequence(
             "block_table = None: expected a row unless is_profile_run is set"
         )
     check_row_reaches(len(block_table), seq_len, block_size)
+    first_position = max(context_len, start_idx)
+    check_read_entries("block_table", block_table, first_position, seq_len, block_size)
+
+
+def check_read_entries(
+    name: str, row: Sequence[int], first_position: int, seq_len: int, block_size: int
+) -> None:
+    """Raise an error if an entry that is read for some positions is not a block id."""
+    first, end = first_position // block_size, -(-seq_len // block_size)
+    for entry in range(first, end if first_position < seq_len else first):
+        if not 0 <= row[entry] <= LARGEST_ID:
+            raise IndexError(
+                f"{name}[{entry}] = {row[entry]}: expected a block id from 0 to"
+                f" {LARGEST_ID}"
+            )
 
 
 def check_row_reaches(row_len: int, seq_len: int, block_size: int) -> None:
@@ -118,7 +140,7 @@ def check_batch_lengths(query_lens: Counts, num_computed_tokens: Counts) -> None
         ("query_lens", query_lens),
         ("num_computed_tokens", num_computed_tokens),
     ):
-        negative = np.asarray(counts, dtype=np.int64) < 0
+        negative = as_array(name, counts) < 0
         if negative.any():
             req = int(negative.argmax())
             raise ValueError(f"{name}[{req}] = {counts[req]}: expected at least 0")
@@ -149,6 +171,23 @@ def check_sequences_fit(
 
 
 def check_batch(
+    query_lens: Counts,
+    num_computed_tokens: Counts,
+    block_rows: Sequence[Sequence[int]],
+    block_size: int,
+) -> None:
+    """Raise an error for a sequence longer than its row, or an entry that is not a block id.
+
+    Only the entries that hold new tokens are read.
+    """
+    check_batch_sizes(query_lens, num_computed_tokens, block_rows, block_size)
+    batch = zip(query_lens, num_computed_tokens, block_rows, strict=True)
+    for req, (query_len, computed, row) in enumerate(batch):
+        name = f"block_rows[{req}]"
+        check_read_entries(name, row, computed, computed + query_len, block_size)
+
+
+def check_batch_sizes(
     query_lens: Counts,
     num_computed_tokens: Counts,
     block_rows: Sequence[Sequence[int]],
@@ -211,6 +250,12 @@ def check_slot_mapping_device(
         computed = num_computed_tokens.tolist()
         check_batch_lengths(query_lens, computed)
         check_sequences_fit(query_lens, computed, [max_blocks] * reqs, block_size)
+        rows = zip(block_table, query_lens, computed, strict=True)
+        for req, (row, query_len, first) in enumerate(rows):
+            seq_len = first + query_len
+            ids = row[: -(-seq_len // block_size)].tolist()
+            name = f"block_table[{req}]"
+            check_read_entries(name, ids, first, seq_len, block_size)
 
 
 def check_block_ids(

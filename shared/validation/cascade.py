@@ -6,9 +6,15 @@ from torch import Tensor
 
 from ..contract.attention_options import OPTIONS_BY_POSITION, AttentionOptions
 from .attention import check_bound, check_paged_attention
-from .attention_options import check_positions, reject_options
+from .attention_options import (
+    check_cache_scales,
+    check_options,
+    check_positions,
+    reject_options,
+)
 from .batch import check_block_ids, check_start_loc
 from .primitives import FLOATS, check_dtype, check_not_negative, check_positive
+from .score_numbers import check_score_scale
 from .step_shapes import check_multiple, check_ranks
 
 
@@ -26,6 +32,7 @@ def check_cascade(
     lse: Tensor | None,
     options: AttentionOptions,
     contents: bool,
+    scale: float | None = None,
 ) -> None:
     """Reject a prefix that is not whole blocks, or is not fully visible to every new token."""
     _check_plain(options, out, "the shared prefix is read once for all queries")
@@ -44,6 +51,7 @@ def check_cascade(
         options,
         contents,
     )
+    check_score_scale(scale)
     check_not_negative(common_prefix_len=common_prefix_len)
     block_size, max_blocks = key_cache.shape[1], block_table.shape[1]
     check_multiple("common_prefix_len", common_prefix_len, "block_size", block_size)
@@ -113,6 +121,7 @@ def check_dcp_attention(
     lse: Tensor | None,
     options: AttentionOptions,
     contents: bool,
+    scale: float | None = None,
 ) -> int:
     """Return the maximum number of keys of one sequence on a rank; raise for invalid arguments.
 
@@ -142,6 +151,7 @@ def check_dcp_attention(
         options,
         contents=False,
     )
+    check_score_scale(scale)
     check_not_negative(max_seq_len=max_seq_len)
     num_blocks, block_size, _, _ = key_cache.shape
     reqs, max_blocks = block_table.shape
@@ -155,6 +165,8 @@ def check_dcp_attention(
         )
     if not contents:
         return share
+    check_cache_scales(options, key_cache, contents)
+    check_options(options, query, reqs, out, contents)
     check_start_loc("query_start_loc", query_start_loc, reqs, query.shape[0], True)
     query_lens, lens = query_start_loc.diff().tolist(), seq_lens.tolist()
     check_positions(options, query_lens, lens)

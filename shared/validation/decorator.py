@@ -1,9 +1,15 @@
-"""A decorator that validates an operation's arguments before its body runs."""
+"""A decorator that validates an operation's arguments before its body runs.
+
+The body runs under torch's default modes, so that its result depends on the arguments alone.
+"""
 
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
 from typing import ParamSpec, TypeVar
+
+from ..contract.argument_types import typed
+from ..contract.default_modes import default_modes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -13,6 +19,8 @@ def validated(
     check: Callable[..., object],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that calls `check` with an operation's arguments, contents included.
+
+    The types of the arguments are validated first, by the operation's annotations.
 
     Args:
         check: Raises if the arguments are invalid. It gets those that it has parameters for, and
@@ -29,8 +37,9 @@ def validated(
             given.apply_defaults()
             every = given.arguments | {"contents": True}
             check(**{name: each for name, each in every.items() if name in names})
-            return operation(*args, **kwargs)
+            with default_modes():
+                return operation(*args, **kwargs)
 
-        return checked
+        return typed(checked)
 
     return decorate

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
 from .primitives import check_positive
+from .score_numbers import LARGEST_SLOPE, check_soft_cap
 
 UNCACHED = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 """Kinds whose tokens attend to each other within one step, so nothing is cached."""
@@ -36,11 +37,9 @@ def check_impl(
         check_positive(sliding_window=sliding_window)
     if attention_chunk_size is not None:
         check_positive(attention_chunk_size=attention_chunk_size)
-    if logits_soft_cap is not None and logits_soft_cap < 0:
-        raise ValueError(
-            f"logits_soft_cap = {logits_soft_cap}: expected a number above 0, or None for"
-            " no cap"
-        )
+    # layers take 0 for no cap, as in vLLM
+    if logits_soft_cap:
+        check_soft_cap(logits_soft_cap)
     _check_per_head(num_heads, alibi_slopes, sinks, position_bias)
     # only the name is validated, so any model dtype will do
     cache_dtype_of(kv_cache_dtype, torch.float16)
@@ -77,6 +76,12 @@ def _check_per_head(
         if given is not None and len(given) != num_heads:
             raise ValueError(
                 f"{name} has {len(given)} entries: expected {num_heads}, one a query head"
+            )
+    for head, slope in enumerate(() if alibi_slopes is None else alibi_slopes):
+        if not abs(slope) <= LARGEST_SLOPE:
+            raise ValueError(
+                f"alibi_slopes[{head}] = {slope}: expected a number of size up to"
+                f" {LARGEST_SLOPE:.0e}"
             )
     if position_bias is not None and (
         position_bias.dim() != 2

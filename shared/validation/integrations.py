@@ -1,20 +1,24 @@
-"""Validation of models, prompts and masks of other libraries."""
+"""Validation of the numbers and prompts that a caller gives to an integration."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ..contract.operations import Implementation, load_implementation
 from .primitives import check_positive
 
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
-
-def load_named(implementation: str) -> Implementation:
-    """Return an implementation; raise ValueError if the name is unknown."""
+def load_named(implementation: Any) -> Implementation:
+    """Return an implementation; raise if the name is unknown or it cannot run here."""
+    if not isinstance(implementation, str):
+        raise TypeError(
+            f"implementation = {_shortened(implementation)} is {type(implementation).__name__}:"
+            " expected 'reference', 'optimized', or the dotted name of a package with the same"
+            " operations"
+        )
     try:
         return load_implementation(implementation)
     except ModuleNotFoundError as error:
@@ -24,14 +28,101 @@ def load_named(implementation: str) -> Implementation:
         ) from error
 
 
+# --- numbers
+
+
+def read_int(name: str, value: Any, hint: str = "") -> int:
+    """Return an integer of Python; raise TypeError for anything but an integer.
+
+    Integers of NumPy and integer tensors without dimensions count. A bool is not an integer.
+    """
+    kind = str(getattr(value, "dtype", ""))
+    is_bool = isinstance(value, bool) or kind in ("bool", "torch.bool")
+    try:
+        if is_bool or getattr(value, "ndim", None):
+            raise TypeError
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        raise TypeError(
+            f"{name} = {_shortened(value)} is {type(value).__name__}: expected an integer{hint}"
+        ) from None
+
+
+def read_count(name: str, value: Any) -> int:
+    """Return an integer of at least 1."""
+    number = read_int(name, value)
+    check_positive(**{name: number})
+    return number
+
+
+def read_ids(name: str, value: Any, hint: str = "") -> list[int]:
+    """Return the integers of a list, a tuple, a set, an array or a tensor of one dimension.
+
+    Args:
+        name: what the message calls the value.
+        value: what the caller gave.
+        hint: what the message for an entry ends with.
+    """
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim != 1:
+            raise TypeError(
+                f"{name} has shape {list(value.shape)}: expected one dimension, an integer per"
+                " entry"
+            )
+        if str(value.dtype).removeprefix("torch.").startswith(("int", "uint")):
+            value = value.tolist()
+    elif isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{name} = {_shortened(value)} is {type(value).__name__}: expected a list of integers"
+        )
+    return [
+        read_int(f"{name}[{index}]", each, hint) for index, each in enumerate(value)
+    ]
+
+
+def read_id_or_ids(name: str, value: Any) -> list[int]:
+    """Return the integers of one integer, or of a list, array or tensor of integers."""
+    is_one = isinstance(value, int) or getattr(value, "ndim", None) == 0
+    if not is_one and (isinstance(value, str) or not isinstance(value, Iterable)):
+        raise TypeError(
+            f"{name} = {_shortened(value)} is {type(value).__name__}: expected an integer, or a"
+            " list of integers"
+        )
+    return [read_int(name, value)] if is_one else read_ids(name, value)
+
+
+def read_rows(name: str, value: Any) -> list[list[int]]:
+    """Return the integers of a list of lists, or of a matrix."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{name} = {_shortened(value)} is {type(value).__name__}: expected a list of lists of"
+            " integers"
+        )
+    return [read_ids(f"{name}[{index}]", each) for index, each in enumerate(value)]
+
+
+def check_block_ids(name: str, rows: Sequence[Sequence[int]], num_blocks: int) -> None:
+    """Raise IndexError for a block id outside the cache."""
+    for number, row in enumerate(rows):
+        for index, block_id in enumerate(row):
+            if not 0 <= block_id < num_blocks:
+                raise IndexError(
+                    f"{name}: block id {block_id} (entry {index} of row {number}) is outside the"
+                    f" cache: expected 0 <= block id < {num_blocks}"
+                )
+
+
 # --- prompts
 
 
-def check_limits(**limits: int | None) -> None:
-    """Raise ValueError for a limit below 1. None means unlimited."""
-    check_positive(
-        **{name: number for name, number in limits.items() if number is not None}
-    )
+def check_limits(**limits: Any) -> dict[str, int | None]:
+    """Return limits as integers of at least 1, or None where that means unlimited."""
+    return {
+        name: None
+        if value is None and name == "num_blocks"
+        else read_count(name, value)
+        for name, value in limits.items()
+    }
 
 
 def check_prompt_list(prompts: Any, takes_features: bool) -> None:
@@ -84,13 +175,13 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def check_prompts(
-    prompts: Sequence[Sequence[int]],
+def read_prompts(
+    prompts: Sequence[Any],
     vocabulary: int,
     num_output_tokens: int,
     max_tokens: int | None,
-) -> None:
-    """Raise for prompts that are empty, contain anything but tokens, or can never fit.
+) -> list[list[int]]:
+    """Return prompts as integers; raise for one that is empty, has an unknown token or never fits.
 
     Args:
         prompts: token ids of each prompt.
@@ -98,20 +189,11 @@ def check_prompts(
         num_output_tokens: tokens after the prompt that the cache has to hold too.
         max_tokens: Optional. Slots of the whole cache. If None, they are unlimited.
     """
+    found = []
     for index, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompts[{index}] is empty: expected at least one token")
-        for position, token in enumerate(prompt):
-            if isinstance(token, bool) or not isinstance(token, Integral):
-                raise TypeError(
-                    f"prompts[{index}][{position}] = {token!r} is {type(token).__name__}:"
-                    " expected an int; run the tokenizer first"
-                )
-            if not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"prompts[{index}][{position}] = {token} is not a token of the model: expected"
-                    f" 0 <= token < {vocabulary}"
-                )
+        found.append(_read_tokens(f"prompts[{index}]", prompt, vocabulary))
         num_tokens = len(prompt) + num_output_tokens
         if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(
@@ -120,37 +202,48 @@ def check_prompts(
                 f" ({max_tokens}); expected more blocks, a shorter prompt or a smaller"
                 " max_new_tokens"
             )
+    return found
 
 
-def check_arrivals(arrival_steps: Sequence[int] | None, num_prompts: int) -> list[int]:
+def _read_tokens(name: str, value: Any, vocabulary: int) -> list[int]:
+    """Return the token ids of a list; raise for anything else and for an unknown token."""
+    tokens = read_ids(name, value, "; run the tokenizer first")
+    for position, token in enumerate(tokens):
+        if not 0 <= token < vocabulary:
+            raise ValueError(
+                f"{name}[{position}] = {token} is not a token of the model: expected"
+                f" 0 <= token < {vocabulary}"
+            )
+    return tokens
+
+
+def check_arrivals(arrival_steps: Any, num_prompts: int) -> list[int]:
     """Return the step in which each prompt arrives; raise if the steps do not fit the prompts."""
     if arrival_steps is None:
         return [0] * num_prompts
-    if len(arrival_steps) != num_prompts:
+    steps = read_ids("arrival_steps", arrival_steps)
+    if len(steps) != num_prompts:
         raise ValueError(
-            f"arrival_steps has {len(arrival_steps)} entries: expected {num_prompts}, one per"
+            f"arrival_steps has {len(steps)} entries: expected {num_prompts}, one per"
             " prompt"
         )
-    for index, step in enumerate(arrival_steps):
+    for index, step in enumerate(steps):
         if step < 0:
             raise ValueError(f"arrival_steps[{index}] = {step}: expected at least 0")
-    return list(arrival_steps)
+    return steps
 
 
-def check_decoder_prompt(decoder_prompt: Sequence[Any], vocabulary: int) -> list[int]:
+def check_decoder_prompt(decoder_prompt: Any, vocabulary: int) -> list[int]:
     """Return the first tokens of every output; raise if there are none."""
-    if not decoder_prompt or any(token is None for token in decoder_prompt):
+    if decoder_prompt is None:
         raise ValueError(
-            f"decoder_prompt = {list(decoder_prompt)}: expected at least one token, as the model"
-            " has neither decoder_start_token_id nor bos_token_id"
+            "decoder_prompt = None: expected at least one token, as the model has neither"
+            " decoder_start_token_id nor bos_token_id"
         )
-    for index, token in enumerate(decoder_prompt):
-        if not 0 <= token < vocabulary:
-            raise ValueError(
-                f"decoder_prompt[{index}] = {token} is not a token of the model: expected"
-                f" 0 <= token < {vocabulary}"
-            )
-    return list(decoder_prompt)
+    tokens = _read_tokens("decoder_prompt", decoder_prompt, vocabulary)
+    if not tokens:
+        raise ValueError("decoder_prompt = []: expected at least one token")
+    return tokens
 
 
 def check_features(prompts: Sequence[Any]) -> None:
@@ -177,270 +270,95 @@ def check_wave_fits(
         )
 
 
-def raise_option_not_supported(name: str, value: object, kind: str) -> NoReturn:
+def check_option_unused(name: str, value: object, kind: str) -> None:
     """Raise ValueError for an option that this kind of model does not support."""
-    raise ValueError(f"{name} = {value!r}: expected None, as the model is {kind}")
+    if value is not None:
+        raise ValueError(f"{name} = {value!r}: expected None, as the model is {kind}")
 
 
-# --- models
+# --- sampling
 
 
-def check_attention_replaced(model: str, found: str | None, expected: str) -> None:
-    """Raise NotImplementedError if a model kept its own attention."""
-    if found != expected:
-        raise NotImplementedError(
-            f"{model} does not let its attention be replaced (it kept {found!r}): expected a"
-            " model whose file looks its attention up by name (ALL_ATTENTION_FUNCTIONS)"
-        )
-
-
-def check_attends_everywhere(model: str, is_stateful: bool) -> None:
-    """Raise NotImplementedError for a model with recurrent or convolutional layers."""
-    if is_stateful:
-        raise NotImplementedError(
-            f"{model} keeps a state of the past besides keys and values (a recurrent or"
-            " convolutional layer): expected a model with attention in all layers"
-        )
-
-
-def check_takes_keywords(model: str, takes: bool) -> None:
-    """Raise NotImplementedError for a model that passes no keywords on to its attention."""
-    if not takes:
-        raise NotImplementedError(
-            f"{model}.forward takes no further keywords: expected a model that passes them on"
-            " to its attention function, which gets the pages from them"
-        )
-
-
-def check_calls(model: str, calls: Mapping[str, int], expected: int) -> None:
-    """Raise NotImplementedError unless each layer ran on the twin exactly once."""
-    wrong = {name: count for name, count in calls.items() if count != 1}
-    if len(calls) != expected or wrong:
-        raise NotImplementedError(
-            f"{model}: {len(calls)} of {expected} attention layers ran on the twin in this"
-            f" step{f', some not once: {wrong}' if wrong else ''}; expected each once. A layer"
-            " that computes its own attention cannot use a paged cache"
-        )
-
-
-def check_pages_used(model: str, found: int, expected: int) -> None:
-    """Raise NotImplementedError unless each layer read the pages of the step."""
-    if found != expected:
-        raise NotImplementedError(
-            f"{model}: {found} of {expected} attention layers got the pages of this step: expected"
-            " layers that pass on either further keywords (pagetwin=) or attention_mask unchanged"
-        )
-
-
-def check_in_step(module: str, is_in_step: bool) -> None:
-    """Raise NotImplementedError for a replaced attention module outside of a step."""
-    if not is_in_step:
-        raise NotImplementedError(
-            f"{module} runs on a twin only in a step of PagedBatch: expected generate(...) or"
-            " model(**batch.model_inputs(...)), without a cache of the library"
-        )
-
-
-def check_no_rounded_alibi(model: str, has_alibi: bool) -> None:
-    """Raise NotImplementedError for a Falcon model with ALiBi."""
-    if has_alibi:
-        raise NotImplementedError(
-            f"{model} has alibi = True: transformers rounds the bias of each key to bfloat16 in"
-            " every dtype, which no slope per head expresses; expected rotary positions (alibi ="
-            " False), or run this model with model.generate of the library"
-        )
-
-
-def check_no_merged_attention(model: str, classes: Iterable[type]) -> None:
-    """Raise NotImplementedError for a decoder that merges self-attention and cross-attention."""
-    merged = [each.__name__ for each in classes if "MergedAttention" in each.__name__]
-    if merged:
-        raise NotImplementedError(
-            f"{model}: {merged[0]} computes one softmax over the keys of the decoder and of the"
-            " encoder, which are in two block tables; expected separate cross-attention (such as"
-            " T5Gemma), or run this model with model.generate of the library"
-        )
-
-
-def check_inference(query: Tensor, dropout: float) -> None:
-    """Raise NotImplementedError for dropout and for gradients."""
-    if dropout:
-        raise NotImplementedError(
-            f"dropout = {dropout}: expected 0; call model.eval() first"
-        )
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise NotImplementedError(
-            "query requires a gradient: expected none, as the twins have no backward pass; run"
-            " the model under torch.no_grad()"
-        )
-
-
-def check_layer_kind(
-    module: Any, sliding_window: int | None, causal: bool
-) -> int | None:
-    """Return the layer's chunk size; raise if its options contradict its kind."""
-    config: Any = getattr(module, "config", None)
-    # cross-attention; the kinds are those of the decoder's self-attention
-    if not causal and getattr(config, "is_decoder", False):
-        return None
-    layer = getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    of_config = getattr(config, "sliding_window", None)
-    where = f"layer {layer} ({type(module).__name__})"
-    if kinds is None or layer is None or layer >= len(kinds):
-        wants_window = getattr(config, "use_sliding_window", True) and of_config
-        if wants_window and sliding_window is None and layer is not None:
-            raise NotImplementedError(
-                f"{where} passes no sliding_window, and its config has sliding_window ="
-                f" {of_config}: expected the window"
-            )
-        return None
-    kind = kinds[layer]
-    if kind not in ATTENTION_KINDS:
-        raise NotImplementedError(
-            f"{where} is of kind {kind!r}: expected one of {', '.join(ATTENTION_KINDS)}"
-        )
-    if (kind == "sliding_attention") != (sliding_window is not None):
-        raise NotImplementedError(
-            f"{where} is of kind {kind!r} and passes sliding_window = {sliding_window}:"
-            " expected a window in layers of that kind and only in those"
-        )
-    return int(config.attention_chunk_size) if kind == "chunked_attention" else None
-
-
-def check_same_implementation(pages_of: str, model_runs_on: str) -> None:
-    """Raise ValueError if pages and model use different implementations."""
-    if pages_of != model_runs_on:
-        raise ValueError(
-            f"the pages are of {pages_of!r} and the model runs on {model_runs_on!r}: expected the"
-            " same implementation for both"
-        )
-
-
-def check_causal_batch(module: Any, causal: bool) -> None:
-    """Raise NotImplementedError for a layer that is not causal."""
-    if not causal or getattr(module, "layer_idx", None) is None:
-        raise NotImplementedError(
-            f"{type(module).__name__} is not causal, or has no layer_idx: expected a layer of a"
-            " decoder; run an encoder without pagetwin=, and an encoder-decoder model with"
-            " PagedCache"
-        )
-
-
-def check_flat_batch(metadata: Any, num_tokens: int) -> Any:
-    """Return the step's metadata; raise if the number of tokens is not that of the step."""
-    if metadata is None:
-        raise ValueError("the batch has no step yet: expected begin_step(...) first")
-    if metadata.num_actual_tokens != num_tokens:
-        raise ValueError(
-            f"{num_tokens} tokens: expected the {metadata.num_actual_tokens} of the step"
-        )
-    return metadata
-
-
-# --- masks
-
-
-def check_mask(mask: Tensor, num_reqs: int, query_len: int, key_len: int) -> None:
-    """Raise unless a mask is a bool tensor, query by key."""
-    if mask.dtype != torch.bool:
+def check_is_config(config: Any, expected: type) -> None:
+    """Raise TypeError for settings that are not those of the library."""
+    if not isinstance(config, expected):
         raise TypeError(
-            f"attention_mask is {mask.dtype}: expected torch.bool, True where a query attends to"
-            " a key, or the two-dimensional mask of padding"
-        )
-    expected = [num_reqs, 1, query_len, key_len]
-    if list(mask.shape) not in (expected, [1, *expected[1:]]):
-        raise ValueError(
-            f"attention_mask has shape {list(mask.shape)}: expected {expected}"
+            f"generation_config = {_shortened(config)} is {type(config).__name__}: expected a"
+            " GenerationConfig of transformers"
         )
 
 
-def raise_unsupported_mask(req: int, query: int, key: int, shown: bool) -> NoReturn:
-    """Raise for a mask that contains more than padding, causality, window and chunk."""
-    raise NotImplementedError(
-        f"attention_mask[{req}, 0, {query}, {key}] = {shown}: expected {not shown}, which"
-        " follows from padding, causality and window; other masks are not supported"
-    )
-
-
-def raise_unsupported_bias(shape: list[int]) -> NoReturn:
-    """Raise NotImplementedError for a bias that is not a function of the distance."""
-    raise NotImplementedError(
-        f"position_bias of shape {shape} is not the same for all pairs of one distance:"
-        " expected a bias by key - query alone"
-    )
-
-
-# --- caches of the library
-
-
-def check_paged_lengths(
-    lengths: Sequence[int] | None, rows: Sequence[object], num_reqs: int
-) -> None:
-    """Raise ValueError if the number of requests has changed."""
-    known = len(lengths) if lengths is not None else len(rows) or num_reqs
-    if known != num_reqs:
-        raise ValueError(
-            f"{num_reqs} requests: expected {known}, as the cache has"
-            f" {'lengths' if lengths is not None else 'rows'} for {known}; make a new"
-            " PagedCache for other requests"
+def check_generation_config(config: Any) -> None:
+    """Raise for settings that ask for more than greedy decoding or sampling of one sequence."""
+    mode = config.get_generation_mode()
+    if str(getattr(mode, "value", mode)) not in ("greedy_search", "sample"):
+        raise NotImplementedError(
+            f"generation_config asks for {getattr(mode, 'value', mode)}: expected greedy decoding"
+            " or sampling; use model.generate of the library, with a PagedCache"
         )
-
-
-def check_paged_ranges(
-    keys: Sequence[tuple[int, int]],
-    queries: Sequence[tuple[int, int]],
-    stored: Sequence[int],
-    query_len: int,
-    depends_on_position: bool,
-    sliding_window: int | None,
-    attention_chunk_size: int | None,
-) -> list[int]:
-    """Return how many keys each request has; raise for padding that pages cannot leave out.
-
-    Args:
-        keys: for each request the first key that its mask shows, and the end (exclusive).
-        queries: for each request its first query that is not padding, and the end (exclusive).
-        stored: for each request the keys in its pages.
-        query_len: queries of each request.
-        depends_on_position: whether a query's position changes its result.
-        sliding_window, attention_chunk_size: Optional. Limits that may mask the first keys.
-    """
-    for req, (first, end) in enumerate(keys):
-        # a window or a chunk masks early keys for every query; padding there is not supported
-        num_masked = 0
-        position = stored[req] - query_len
-        if sliding_window is not None:
-            num_masked = max(num_masked, position - sliding_window + 1)
-        if attention_chunk_size is not None:
-            chunk_start = position // attention_chunk_size * attention_chunk_size
-            num_masked = max(num_masked, chunk_start)
-        is_whole = queries[req] == (0, query_len) and end == stored[req]
-        if first > num_masked or (depends_on_position and not is_whole):
+    for name, without in (
+        ("num_return_sequences", (None, 1)),
+        ("guidance_scale", (None, 1)),
+        ("stop_strings", (None,)),
+        ("max_time", (None,)),
+        ("token_healing", (None, False)),
+    ):
+        value = getattr(config, name, None)
+        if value not in without:
             raise NotImplementedError(
-                f"request {req}: its mask shows keys {first} to {end} of {stored[req]} to"
-                f" queries {queries[req][0]} to {queries[req][1]} of {query_len}: expected all"
-                " of them; padding before or among a decoder's tokens is not supported by"
-                " PagedCache (generate needs none)"
+                f"generation_config.{name} = {value!r} is not supported: expected"
+                f" {' or '.join(map(repr, without))}; use model.generate of the library, with a"
+                " PagedCache"
             )
-        if end > stored[req]:
-            raise ValueError(
-                f"request {req}: its mask shows {end} keys, but only {stored[req]} are in the"
-                " pages: expected the lengths that PagedCache was given, or none given to it"
+
+
+def check_no_max_length(config: Any, has_limit: bool) -> None:
+    """Raise NotImplementedError for a length of prompt and output together."""
+    if (
+        config.max_length is not None
+        and config.max_new_tokens is None
+        and not has_limit
+    ):
+        raise NotImplementedError(
+            f"generation_config.max_length = {config.max_length} counts the prompt too, and"
+            " prompts have different lengths: expected max_new_tokens instead"
+        )
+
+
+def check_seeds(seed: Any, num_prompts: int) -> list[int]:
+    """Return a seed per prompt, from one or from as many."""
+    seeds = read_id_or_ids("seed", seed)
+    if isinstance(seed, int) or getattr(seed, "ndim", None) == 0:
+        seeds = [seeds[0] + number for number in range(num_prompts)]
+    if len(seeds) != num_prompts:
+        raise ValueError(
+            f"seed has {len(seeds)} entries: expected {num_prompts}, one per prompt, or one number"
+        )
+    for index, each in enumerate(seeds):
+        if not 0 <= each < 2**63:
+            raise ValueError(f"seed[{index}] = {each}: expected 0 <= seed < 2**63")
+    return seeds
+
+
+def check_streamers(streamer: Any, num_prompts: int) -> list[Any]:
+    """Return a streamer or None per prompt."""
+    if streamer is None:
+        return [None] * num_prompts
+    streamers = [streamer] if hasattr(streamer, "put") else streamer
+    if not isinstance(streamers, list | tuple):
+        raise TypeError(
+            f"streamer = {_shortened(streamer)} is {type(streamer).__name__}: expected a streamer"
+            " of transformers, or a list with one per prompt"
+        )
+    if len(streamers) != num_prompts:
+        raise ValueError(
+            f"streamer is {len(streamers)} streamers: expected {num_prompts}, one per prompt (None"
+            " for a prompt that is not streamed)"
+        )
+    for index, each in enumerate(streamers):
+        if each is not None and not (hasattr(each, "put") and hasattr(each, "end")):
+            raise TypeError(
+                f"streamer[{index}] = {_shortened(each)} is {type(each).__name__}: expected a"
+                " streamer of transformers, with put and end"
             )
-    return [end for _, end in keys]
-
-
-def raise_on_read(operation: str) -> NoReturn:
-    """Raise TypeError for a computation with keys or values that are stored in pages."""
-    raise TypeError(
-        f"{operation} would read keys or values that are stored in pages: expected a model whose"
-        " attention is a registered twin, model.set_attn_implementation(register(...))"
-    )
-
-
-def raise_on_crop() -> NoReturn:
-    """Raise NotImplementedError: a paged cache cannot be shortened."""
-    raise NotImplementedError(
-        "crop is not supported: a PagedCache only grows; make a new one"
-    )
+    return list(streamers)

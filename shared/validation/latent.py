@@ -20,6 +20,7 @@ from .primitives import (
     check_positive,
     check_same_device,
 )
+from .score_numbers import check_score_scale
 
 
 def check_mla_config(hf_text_config: Any) -> None:
@@ -77,6 +78,7 @@ def check_latent_decode_attention(
     lse: Tensor | None,
     options: AttentionOptions,
     contents: bool,
+    scale: float | None = None,
 ) -> None:
     """Validate the arguments of latent decode attention."""
     _check_options(options)
@@ -85,6 +87,7 @@ def check_latent_decode_attention(
     check_dtype("q_nope", q_nope, *dtypes)
     _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
     _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
+    check_score_scale(scale)
     if options.sliding_window is not None:
         check_window(options.sliding_window)
     _check_batch(
@@ -118,6 +121,7 @@ def check_latent_prefill_attention(
     lse: Tensor | None,
     options: AttentionOptions,
     contents: bool,
+    scale: float | None = None,
 ) -> None:
     """Validate the arguments of latent prefill attention."""
     reject_options(
@@ -125,6 +129,7 @@ def check_latent_prefill_attention(
         ("sliding_window",),
         "every chunk of the context is fully visible; latent_decode_attention takes it",
     )
+    check_score_scale(scale)
     check_latent_decode_attention(
         q_nope,
         q_pe,

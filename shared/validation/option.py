@@ -19,11 +19,13 @@ class OptionCall:
         options: All options of the call.
         query: [tokens, query_heads, head_size].
         reqs: Number of requests.
+        contents: Whether elements of tensors are read.
     """
 
     options: AttentionOptions
     query: Tensor
     reqs: int
+    contents: bool
 
     @property
     def heads(self) -> int:
@@ -56,8 +58,8 @@ class Rejected:
     """Values of another option that cannot be combined with an option.
 
     Args:
-        other: The other option, or another property of calls that `option_pairs.py` of the
-            conformance generators names.
+        other: The other option, or another property of calls that
+            `conformance/generators/option_pairs.py` names.
         values: Names of its values that raise together with any value but the first.
         reason: The reason, for the table of pairs.
         words: A part of the error message.

@@ -5,12 +5,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..contract.argument_kinds import INT32
 from ..contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
+from ..contract.kinds import FP8_DTYPES
 from ..contract.parallel import KeySplits, PrefillShare, RankBatch, RingShare
+from .attention import check_paged_attention
 from .attention_options import reject_options
 from .batch import check_block_ids, check_start_loc
 from .cascade import count_share
-from .primitives import FLOATS, check_dtype, check_length, check_positive
+from .primitives import (
+    FLOATS,
+    check_dtype,
+    check_length,
+    check_positive,
+    check_same_device,
+)
 from .step_shapes import check_multiple, check_ranks
 
 EXCHANGES = ("all_to_all", "reduce_scatter")
@@ -173,6 +182,11 @@ def check_prefill_share(query_lens: Sequence[int], block_size: int) -> None:
     for req, query_len in enumerate(query_lens):
         if query_len < 0:
             raise ValueError(f"query_lens[{req}] = {query_len}: expected at least 0")
+    if sum(query_lens) > INT32:
+        raise ValueError(
+            f"query_lens has {sum(query_lens)} tokens in all: expected at most {INT32}, as"
+            " locations have 32 bits"
+        )
 
 
 def check_prefill_tokens(
@@ -180,9 +194,14 @@ def check_prefill_tokens(
     key: Tensor,
     value: Tensor,
     share: PrefillShare,
+    block_size: int,
+    scale: float | None,
+    out: Tensor | None,
+    lse: Tensor | None,
     options: AttentionOptions,
+    contents: bool,
 ) -> None:
-    """Reject other tokens than those of the share, and options per request or token."""
+    """Reject what would raise an error after the exchange, and options per request or token."""
     _check_tokens(query, key, value, len(share.tokens))
     batched = [
         each for each in OPTIONS_PER_BATCH if isinstance(getattr(options, each), Tensor)
@@ -191,6 +210,15 @@ def check_prefill_tokens(
         options, batched, "each rank has other requests, which are chunks of prompts"
     )
     _check_causal(options)
+    blocks = len(share.gathered_rows) // block_size, block_size
+    # the shapes of the gathered keys and values
+    key_cache, value_cache = (
+        each.new_empty(()).expand(*blocks, *each.shape[1:]) for each in (key, value)
+    )
+    check_paged_attention(
+        query, key_cache, value_cache, share.block_table, share.query_start_loc, share.seq_lens,
+        share.max_query_len, share.max_seq_len, out, lse, options, contents, scale,
+    )  # fmt: skip
 
 
 def check_ring_tokens(
@@ -236,7 +264,10 @@ def _check_tokens(query: Tensor, key: Tensor, value: Tensor, tokens: int) -> Non
                 f"{name} has shape {list(tensor.shape)}: expected [{tokens}, heads, size], the"
                 " tokens that the share lists"
             )
+    check_dtype("key", key, *FLOATS, *FP8_DTYPES)
+    check_dtype("query", query, *(FLOATS if key.dtype in FP8_DTYPES else (key.dtype,)))
     check_dtype("value", value, key.dtype)
+    check_same_device(query=query, key=key, value=value)
 
 
 def _check_causal(options: AttentionOptions) -> None:
@@ -261,6 +292,8 @@ def _check_results(
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: expected {list(shape)}"
             )
+        if tensor is not None:
+            check_same_device(**{"query": query, name: tensor})
     if out is not None:
         check_dtype("out", out, *FLOATS)
 

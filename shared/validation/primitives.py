@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..contract.checks import check_not_negative as check_not_negative
 from ..contract.checks import check_positive as check_positive
@@ -19,14 +20,41 @@ FLOATS = (*CACHE_DTYPES, torch.float64)
 _ENVIRONMENT: Any = getattr(os.environ, "_data", None)
 _CHECK_VALUES: Any = os.environ.encodekey("PAGETWIN_CHECK_VALUES")
 _ON: Any = os.environ.encodevalue("1")
+_OFF: Any = os.environ.encodevalue("0")
+_PLAIN = (Tensor, torch.nn.Parameter)
+"""Types of tensors that hold numbers; those of a tracer do not."""
 
 
-def values_checked() -> bool:
-    """Return whether the optimized twin validates contents too: PAGETWIN_CHECK_VALUES=1."""
+def values_checked(where: Tensor | torch.device) -> bool:
+    """Return whether the optimized twin validates contents too, which reads tensors.
+
+    `PAGETWIN_CHECK_VALUES=1` enables it on every device, and 0 disables it. If it is not set,
+    contents are validated on the CPU, where nothing has to be waited for. Nothing is read while a
+    compiler traces.
+
+    Args:
+        where: a tensor of the call, or its device.
+
+    Raises:
+        ValueError: the variable has another value.
+    """
+    if is_compiling():
+        return False
     if _ENVIRONMENT is None:
-        return os.environ.get("PAGETWIN_CHECK_VALUES") == "1"
-    found: bool = _ENVIRONMENT.get(_CHECK_VALUES) == _ON
-    return found
+        given = os.environ.get("PAGETWIN_CHECK_VALUES")
+        setting: Any = None if given is None else os.environ.encodevalue(given)
+    else:
+        setting = _ENVIRONMENT.get(_CHECK_VALUES)
+    if setting in (_ON, _OFF):
+        return bool(setting == _ON)
+    if setting:
+        given = os.environ["PAGETWIN_CHECK_VALUES"]
+        raise ValueError(
+            f"PAGETWIN_CHECK_VALUES = {given!r}: expected 1, 0, or nothing for contents on the CPU"
+        )
+    if isinstance(where, torch.device):
+        return where.type == "cpu"
+    return where.is_cpu and type(where) in _PLAIN
 
 
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
@@ -42,6 +70,14 @@ def check_dtype(name: str, tensor: Tensor, *expected: torch.dtype) -> None:
     if tensor.dtype not in expected:
         names = " or ".join(str(dtype) for dtype in expected)
         raise TypeError(f"{name} is {tensor.dtype}: expected {names}")
+
+
+def check_on_host(name: str, tensor: Tensor) -> None:
+    """Raise an error for a tensor on a device, which the host would have to wait for."""
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} is on {tensor.device}: expected cpu; move it there first"
+        )
 
 
 def check_same_device(**tensors: Tensor | None) -> None:

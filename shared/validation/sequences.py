@@ -1,10 +1,12 @@
 """Validation of sequence groups and their lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ..contract.integers import LARGEST, as_int, as_ints, as_list
 from ..contract.kinds import AttentionType
-from .batch import check_row_reaches
+from ..contract.sequence_classes import SequenceGroup, SequenceInput
+from .batch import check_read_entries, check_row_reaches
 from .primitives import check_not_negative, check_positive
 
 
@@ -47,7 +49,22 @@ def check_seq_group(step: CollectedStep, group: Any) -> None:
             "this step's metadata is built: call prepare() before the next step's groups,"
             " or they would be added to the old ones"
         )
-    if not group.sequences:
+    if not isinstance(group, SequenceGroup):
+        raise TypeError(f"group = {group!r:.60}: expected a SequenceGroup")
+    sequences = as_list("sequences", group.sequences, "SequenceInput")
+    for each in sequences:
+        if not isinstance(each, SequenceInput):
+            raise TypeError(f"sequences has {each!r:.60}: expected SequenceInput")
+    if not isinstance(group.block_tables, Mapping | None):
+        raise TypeError(
+            f"block_tables = {group.block_tables!r:.60}: expected a mapping from seq_id to row"
+        )
+    if not isinstance(group.multi_modal_placeholder_maps, Mapping):
+        raise TypeError(
+            f"multi_modal_placeholder_maps = {group.multi_modal_placeholder_maps!r:.60}: expected"
+            " a mapping from modality to MultiModalPlaceholderMap"
+        )
+    if not sequences:
         raise ValueError("sequences = (): expected at least one in a group")
     if group.is_prompt and step.num_decode_tokens:
         raise ValueError(
@@ -62,11 +79,8 @@ def check_seq_group(step: CollectedStep, group: Any) -> None:
             " row, since the context is in the cache"
         )
     for each in group.sequences:
-        check_not_negative(
-            query_len=each.query_len,
-            context_len=each.context_len,
-            curr_sliding_window_block=each.curr_sliding_window_block,
-        )
+        for name in ("query_len", "context_len", "curr_sliding_window_block"):
+            as_int(name, getattr(each, name))
         if not group.is_prompt and each.query_len != 1:
             raise ValueError(
                 f"sequence {each.seq_id} decodes query_len = {each.query_len} tokens:"
@@ -91,7 +105,13 @@ def _check_row(group: Any, sequence: Any, block_size: int) -> None:
             f"block_tables[{sequence.seq_id}] = None: expected a row, as other sequences of"
             " the group have; None for all means no cache"
         )
+    row = as_list(f"block_tables[{sequence.seq_id}]", row, "block ids")
     check_row_reaches(len(row), sequence.orig_seq_len, block_size)
+    name = f"block_tables[{sequence.seq_id}]"
+    # what comes after is never read
+    read = row[: -(-sequence.orig_seq_len // block_size)]
+    as_ints(name, read, -LARGEST - 1)
+    check_read_entries(name, read, 0, sequence.orig_seq_len, block_size)
 
 
 def _check_placeholders(group: Any, sequence: Any) -> None:
@@ -114,19 +134,22 @@ def check_sequence_step(
 ) -> None:
     """Raise an error for lengths that are not those of the groups, and a step unlike its graph."""
     check_begun(step.stage)
-    if cuda_graph_pad_size < -1:
+    if as_int("cuda_graph_pad_size", cuda_graph_pad_size, -LARGEST - 1) < -1:
         raise ValueError(
             f"cuda_graph_pad_size = {cuda_graph_pad_size}: expected -1 (no graph) or the"
             " sequences that fill it, from 0"
         )
     if not step.query_lens:
         raise ValueError("the step has no sequence: expected a group before build()")
+    as_ints("query_lens", query_lens)
+    as_ints("seq_lens", seq_lens)
     _check_alike("query_lens", query_lens, step.query_lens, "new tokens")
     if not max(query_lens):
         raise ValueError(
             f"query_lens = {list(query_lens)}: expected a new token in the step"
         )
-    padding = [1] * max(cuda_graph_pad_size, 0)
+    # no list longer than the one that is given
+    padding = [1] * min(max(cuda_graph_pad_size, 0), len(seq_lens))
     _check_alike(
         "seq_lens",
         seq_lens,
@@ -168,7 +191,9 @@ def _check_captured_step(
             f"batch_size = {batch_size}: expected {padded}, the sequences of the step and"
             " those that fill the graph"
         )
-    if max_blocks is None:
+    if max_blocks is not None:
+        as_int("max_blocks", max_blocks, largest=2**31 - 1)
+    else:
         raise ValueError(
             "max_blocks = None: expected the width of the captured graph's block table"
         )

@@ -4,11 +4,19 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from ..contract.integers import LARGEST, as_array, as_int, as_ints, as_list
 from ..contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
 from .batch import Counts, check_batch_lengths, check_sequences_fit
-from .primitives import check_length, check_not_negative, check_positive
+from .primitives import (
+    check_dtype,
+    check_length,
+    check_not_negative,
+    check_on_host,
+    check_positive,
+)
 
 
 def check_regions(
@@ -158,6 +166,9 @@ def check_attn_groups(
         ("seq_lens_cpu", seq_lens_cpu),
         ("num_computed_tokens_cpu", num_computed_tokens_cpu),
     ):
+        check_dtype(name, buffer, torch.int32)
+        if name.endswith("_cpu"):
+            check_on_host(name, buffer)
         expected = num_reqs + name.startswith("query_start_loc")
         if buffer.dim() != 1 or buffer.shape[0] < expected:
             raise ValueError(
@@ -186,7 +197,7 @@ def check_attn_groups(
 
 def check_rows(name: str, rows: Counts, num_rows: int) -> None:
     """Raise an error for a row that the persistent table does not have."""
-    found = np.asarray(rows, dtype=np.int64)
+    found = as_array(name, rows)
     outside = (found < 0) | (found >= num_rows)
     if outside.any():
         place = int(outside.argmax())
@@ -203,15 +214,17 @@ def check_new_blocks(
     max_blocks: int,
 ) -> None:
     """Raise an error for blocks that do not fit in their row, before any is written."""
-    if len(rows) != len(new_blocks):
+    check_rows("rows", rows, len(num_blocks))
+    lists = as_list("new_blocks", new_blocks, "lists of block ids")
+    if len(rows) != len(lists):
         raise ValueError(
             f"new_blocks has {len(new_blocks)} lists: expected {len(rows)}, one for each of"
             " rows"
         )
-    check_rows("rows", rows, len(num_blocks))
     if len(set(rows)) != len(rows):
         raise ValueError(f"rows = {list(rows)}: expected each row once")
-    for row, blocks in zip(rows, new_blocks, strict=True):
+    for row, blocks in zip(rows, lists, strict=True):
+        as_ints(f"the blocks of row {row}", blocks, -LARGEST - 1, 2**31 - 1)
         held = int(num_blocks[row])
         if held + len(blocks) > max_blocks:
             raise IndexError(
@@ -255,13 +268,13 @@ def check_buffered_step(
     num_tokens_padded: int | None,
 ) -> None:
     """Raise an error for a step that does not fit in the buffers, or in its rows of blocks."""
-    lens = np.asarray(query_lens, dtype=np.int64)
-    computed = np.asarray(num_computed_tokens, dtype=np.int64)
+    lens = as_array("query_lens", query_lens)
+    computed = as_array("num_computed_tokens", num_computed_tokens)
     for name, count, padded, room in (
         ("num_reqs", len(lens), num_reqs_padded, buffers.max_num_reqs),
         ("num_tokens", int(lens.sum()), num_tokens_padded, buffers.max_num_tokens),
     ):
-        wanted = count if padded is None else padded
+        wanted = count if padded is None else as_int(f"{name}_padded", padded)
         if not count <= wanted <= room:
             raise ValueError(
                 f"{name}_padded = {wanted} for {count}: expected {count} to {room}, the room"

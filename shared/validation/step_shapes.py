@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..contract.integers import LARGEST, as_array, as_int, as_ints
 from ..contract.kinds import HOST
 from ..contract.metadata_classes import CommonAttentionMetadata
 from .batch import check_start_loc
@@ -214,7 +215,7 @@ def check_block_table_sizes(
 def check_row_indices(max_num_reqs: int, **rows: int) -> None:
     """Raise an error for a row that the table does not have."""
     for name, row in rows.items():
-        if not 0 <= row < max_num_reqs:
+        if not 0 <= as_int(name, row, smallest=-LARGEST - 1) < max_num_reqs:
             raise IndexError(
                 f"{name} = {row}: expected 0 <= row < {max_num_reqs}, the rows of the table"
             )
@@ -243,6 +244,7 @@ def check_row_takes(
         blocks_per_entry: entries per block.
     """
     check_row_indices(len(num_held), row_idx=row_idx)
+    as_ints("block_ids", block_ids, smallest=-LARGEST - 1)
     held = int(num_held[row_idx])
     if held + len(block_ids) * blocks_per_entry > width:
         raise IndexError(
@@ -270,7 +272,8 @@ def check_positions(
             f"req_indices has {len(req_indices)} entries but positions has"
             f" {len(positions)}: expected one of each per token"
         )
-    reqs, places = np.asarray(req_indices, np.int64), np.asarray(positions, np.int64)
+    reqs = as_array("req_indices", req_indices)
+    places = as_array("positions", positions)
     outside = (reqs < 0) | (reqs >= len(num_blocks_per_row))
     for token in np.flatnonzero(outside)[:1].tolist():
         check_row_indices(

@@ -22,11 +22,11 @@ from functools import wraps
 from inspect import isfunction
 from typing import Any
 
-from compile_kernels import pretend
 from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.harness.runner import choose_laws
 from pagetwin.conformance.harness.trial import make_setting, try_law
-from warmed_launches import keys_of
+from support.compile_kernels import pretend
+from support.warmed_launches import keys_of
 
 CHIP = 90
 EXAMPLES = 25

@@ -1,9 +1,9 @@
 """How many dropped keys does a tolerance notice?
 
-One query sees some keys. For each key in turn, the exact answer without it stands for a kernel
-that dropped it, otherwise perfect and rounded to the dtype. A common test compares with a fixed
-tolerance (atol = 1e-2, or what assert_close takes); here every row has its budget. With a needle,
-the key that is dropped outweighs all others, as it does in the suite's data.
+One query attends to some keys. For each key in turn, the exact answer without it stands for a
+kernel that dropped it, otherwise perfect and rounded to the dtype. A common test compares with a
+fixed tolerance (atol = 1e-2, or what assert_close takes); here every row has its budget. With a
+needle, the key that is dropped outweighs all others, as it does in the suite's data.
 
     python tests/benchmarks/dropped_keys.py
 """
@@ -71,7 +71,7 @@ def noticed(kv_len: int, dtype: torch.dtype, needle: bool) -> dict[str, float]:
 
 
 def honest(kv_len: int, dtype: torch.dtype) -> dict[str, float]:
-    """Return which share of right answers each judge refuses.
+    """Return which share of right answers each judge rejects.
 
     The answers are those of a kernel on tensor cores: float32 inside, but the weights, at most 1,
     are rounded to the dtype before they meet the values, and the result is rounded once.

@@ -29,11 +29,36 @@ DTYPES = {
         torch.bfloat16,
         torch.float32,
         torch.float64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
     )
 }
 NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 SKIP = object()
 """What an adapter returns for a field that has no counterpart here; it gives the reason."""
+NAMED_ERRORS = (
+    ValueError,
+    TypeError,
+    IndexError,
+    KeyError,
+    ImportError,
+    NotImplementedError,
+    RuntimeError,
+)
+"""Errors that a call here raises on purpose."""
+
+
+def attempt(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return what a call returns, or {"raises": name} as recorded if it raises a named error."""
+    try:
+        return call(*arguments, **named)
+    except NAMED_ERRORS as error:
+        return {"raises": type(error).__name__, "message": str(error)}
+
+
+def is_error(value: Any) -> bool:
+    """Return whether a recorded or found value says that a call raised."""
+    return isinstance(value, Mapping) and "raises" in value
 
 
 @dataclass(frozen=True)
@@ -63,17 +88,24 @@ def read_cases(folder: Path, file: str) -> list[Case]:
             file,
             case["name"],
             decode(case["inputs"]),
-            case["expected"],
+            with_tolerance(case),
             case.get("expected_other", {}),
         )
         for case in recorded["cases"]
     ]
 
 
+def with_tolerance(case: dict[str, Any]) -> Any:
+    """Return the recorded result with its tolerance, which newer files have beside it."""
+    if "tolerance" not in case:
+        return case["expected"]
+    return {"tolerance": case["tolerance"], **case["expected"]}
+
+
 def decode(value: Any) -> Any:
     """Return a recorded value with its tensors made."""
     if isinstance(value, dict):
-        if value.keys() >= {"dtype", "shape", "data"}:
+        if is_tensor(value):
             return decode_tensor(value)
         return {name: decode(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -92,10 +124,19 @@ def move(value: Any, device: torch.device, name: str = "") -> Any:
     return value
 
 
+def is_tensor(recorded: Mapping[str, Any]) -> bool:
+    """Return whether a recorded value is a tensor: its numbers, or the bytes of each of them."""
+    names = recorded.keys()
+    return names >= {"dtype", "shape"} and ("data" in names or "bytes" in names)
+
+
 def decode_tensor(recorded: Mapping[str, Any]) -> torch.Tensor:
     """Return a recorded tensor."""
-    data = _numbers(recorded["data"])
     dtype = DTYPES[recorded["dtype"].removeprefix("torch.")]
+    if "bytes" in recorded:  # FP8 has no numbers in JSON
+        raw = torch.tensor(recorded["bytes"], dtype=torch.uint8)
+        return raw.view(dtype).reshape(recorded["shape"])
+    data = _numbers(recorded["data"])
     return torch.tensor(data, dtype=dtype).reshape(recorded["shape"])
 
 
@@ -111,11 +152,15 @@ def differences(
     """Yield where a result differs from what was recorded; nothing if it is equal.
 
     Tensors are compared with their dtype and shape, numbers exactly unless a tolerance was
-    recorded, tuples as lists.
+    recorded, tuples as lists. Two errors are equal, whatever their types and messages are.
     """
     if found is SKIP:
         return
-    if isinstance(expected, dict) and expected.keys() >= {"dtype", "shape", "data"}:
+    if is_error(found) or is_error(expected):
+        if not (is_error(found) and is_error(expected)):
+            yield f"{path}.raises: found {found}, expected {expected}"
+        return
+    if isinstance(expected, dict) and is_tensor(expected):
         yield from _tensor_differences(found, decode_tensor(expected), tolerance, path)
     elif isinstance(expected, dict):
         if not isinstance(found, Mapping):
@@ -177,7 +222,9 @@ def _tensor_differences(
             f" {list(expected.shape)}"
         )
         return
-    if expected.is_floating_point():
+    if expected.is_floating_point() and expected.element_size() == 1:
+        same = found.view(torch.uint8) == expected.view(torch.uint8)
+    elif expected.is_floating_point():
         rtol, atol = (tolerance or {}).get("rtol", 0), (tolerance or {}).get("atol", 0)
         same = torch.isclose(found, expected, rtol=rtol, atol=atol, equal_nan=True)
     else:
@@ -193,7 +240,7 @@ def _tensor_differences(
 # ---- adapters
 
 ON_DEVICE: set[str] = set()
-"""Files whose adapters launch kernels: on a machine with a GPU their inputs lie there."""
+"""Files whose adapters launch kernels: on a machine with a GPU their inputs are there."""
 INTERPRETER_ONLY: dict[str, str] = {}
 """Files that compiled kernels cannot run on the optimized twin, and why."""
 Adapter = Callable[[Any, dict[str, Any]], dict[str, Any]]

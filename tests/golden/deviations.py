@@ -102,6 +102,14 @@ def rules_that_hold(
     ]
 
 
+def needless_rules(rules: Sequence[Rule], differences: Sequence[str]) -> Iterator[str]:
+    """Yield the rules that hold and explain no difference that the others leave unexplained."""
+    for rule in rules:
+        others = [each for each in rules if each is not rule]
+        if not any(broken_predictions(others, differences)):
+            yield f"{rule.name} holds, but the other rules explain all differences"
+
+
 def broken_predictions(
     rules: Sequence[Rule], differences: Sequence[str]
 ) -> Iterator[str]:

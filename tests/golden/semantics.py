@@ -161,13 +161,14 @@ def halves(buffer: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 @models("build_attn_metadata")
 def every_layer(inputs: dict[str, Any]) -> dict[str, Any]:
-    reqs, calls = inputs["num_reqs"], []
+    reqs, groups, calls = inputs["num_reqs"], inputs["kv_cache_groups"], []
+    builders = range(inputs.get("num_builders", len(groups)))
     (device_starts, starts), (device_lens, lens) = (
         halves(inputs[name]) for name in ("query_start_loc", "seq_lens")
     )
     if not reqs:
         raise ValueError
-    for number, _ in enumerate(inputs["kv_cache_groups"]):
+    for number, _ in enumerate(groups):
         common = {
             "query_start_loc": device_starts[: reqs + 1],
             "query_start_loc_cpu": starts[: reqs + 1],
@@ -184,17 +185,18 @@ def every_layer(inputs: dict[str, Any]) -> dict[str, Any]:
         }
         calls.append(
             {
-                "builder": number,
+                "builder": builders[number],
                 "common_prefix_len": 0,
                 "common_attn_metadata": common,
                 "max_query_len_type": "int",
             }
         )
-    groups = enumerate(inputs["kv_cache_groups"])
     return {
         "calls": calls,
         "layer_to_group": {
-            name: number for number, group in groups for name in group["layer_names"]
+            name: number
+            for number, group in enumerate(groups)
+            for name in group["layer_names"]
         },
     }
 

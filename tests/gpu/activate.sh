@@ -26,7 +26,7 @@ with tarfile.open(sys.argv[1]) as archive:
   (setsid python3 -m compileall -q -j 0 "$_site" >/dev/null 2>&1 &)
 fi
 
-export PYTHONPATH=$PWD/.typing:$_site/tools${PYTHONPATH:+:$PYTHONPATH} VLLM_PATH=$_site/vllm
+export PYTHONPATH=$PWD/.typing:$PWD/tests:$_site/tools${PYTHONPATH:+:$PYTHONPATH} VLLM_PATH=$_site/vllm
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # where containers put the driver's libraries
 export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/lib64

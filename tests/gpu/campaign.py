@@ -164,7 +164,9 @@ def main() -> int:
     text = json.dumps(record, indent=1).replace(f"{ROOT}/", "")
     path.write_text(text + "\n", encoding="utf-8")
     for table in (folder / "corpus").glob("*/summary.md"):
-        words = table.read_text(encoding="utf-8")
+        commit = str(record["commit"])[:12]
+        words = f"# {record['device']}, {record['date'][:10]}\n\nCommit {commit}.\n\n"
+        words += f"#{table.read_text(encoding='utf-8')}"
         path.with_suffix(".md").write_text(words, encoding="utf-8")
     print(said[-2000:])
     print(f"record: {path}; {summary.get('cases', 0):,} of {asked.cases:,} cases")

@@ -1,18 +1,24 @@
 """The parallel step on several GPUs of a host: laws, bits, faults, and times under CUDA graphs.
 
     python tests/gpu/parallel.py --ranks 2 --json FILE
+    python tests/gpu/parallel.py --ranks 4 --json FILE
+    python tests/gpu/parallel.py --ranks 4 --only fault --json FILE
 
 Each rank is a process with a GPU of its own, and communicates through NCCL, and through symmetric
-memory (`SymmetricRanks`). The first process prints the results, and writes them to FILE. Without a
-GPU the laws run through gloo: `--ranks 2 --only optimized,reference`. Set NCCL_NVLS_ENABLE=0 and
+memory (`SymmetricRanks`). The first process prints what begins and what was found, and writes the
+results to FILE. A rank that has not ended after `--limit` seconds prints where it waits. The laws
+run on two to eight ranks, the times on numbers that divide the heads. Without a GPU the laws run
+through gloo: `--ranks 3 --only optimized,reference`. Set NCCL_NVLS_ENABLE=0 and
 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 where the GPUs of a host are shared with others.
 """
 
 import argparse
 import datetime
+import faulthandler
 import importlib.metadata
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +29,7 @@ import torch
 from pagetwin.conformance.harness.interpreter import speed_up
 from pagetwin.engine.rank_group import RankGroup
 from parallel_job import DEVICE, Job
-from parallel_laws import hold_all, lose_a_rank
+from parallel_laws import FAULTS, RanksApart, hold_all
 from torch import distributed as dist
 from torch import multiprocessing
 
@@ -31,8 +37,14 @@ LIMIT_S = 3.0
 """Time limit of the group in which a rank ends."""
 
 
-def connect(rank: int, world_size: int, store: str) -> dict[str, RankGroup]:
-    """Return the groups of this rank."""
+def connect(
+    rank: int, world_size: int, store: str, limit_s: float
+) -> dict[str, RankGroup]:
+    """Return the groups of this rank.
+
+    Args:
+        limit_s: of collectives that compare results; those of steps have limits of their own.
+    """
     stores: Any = dist
     file = stores.FileStore(store, world_size)
     given: dict[str, Any] = {"backend": "gloo"}
@@ -40,6 +52,7 @@ def connect(rank: int, world_size: int, store: str) -> dict[str, RankGroup]:
         torch.cuda.set_device(rank)
         where = torch.device("cuda", rank)
         given = {"backend": "cpu:gloo,cuda:nccl", "device_id": where}
+    given["timeout"] = datetime.timedelta(seconds=limit_s)
     dist.init_process_group(store=file, rank=rank, world_size=world_size, **given)
     torch.manual_seed(rank)
     reports = stores.PrefixStore("reports", file)
@@ -68,8 +81,10 @@ def sections(job: Job, laws: str) -> dict[str, Callable[[], None]]:
         for way in job.groups
     }
     if DEVICE == "cuda":
-        from parallel_times import DECODES, time_decode, time_prefill
+        from parallel_times import DECODES, HEADS, time_decode, time_prefill
 
+        if HEADS % job.ranks.world_size:
+            return found
         found |= {name: partial(time_decode, name, job) for name in DECODES}
         found["prefill-1x32k"] = partial(time_prefill, job)
     return found
@@ -78,25 +93,31 @@ def sections(job: Job, laws: str) -> dict[str, Callable[[], None]]:
 def work(rank: int, given: argparse.Namespace) -> None:
     """Run the sections on one rank."""
     begin = time.monotonic()
+    # where each rank waits
+    faulthandler.dump_traceback_later(given.limit, exit=True)
     if DEVICE == "cpu":
         speed_up()
-    job = Job(connect(rank, given.ranks, given.store))
+    job = Job(connect(rank, given.ranks, given.store, given.limit))
     job.say("start", "process groups", seconds=time.monotonic() - begin)
-    if given.only == "fault":
-        for way, ranks in job.groups.items():
-            answer = lose_a_rank(ranks, LIMIT_S) if way == given.way else ""
-            if answer:
-                job.say(f"fault: {way}", answer)
+    if given.fault:
+        fault, way = given.fault
+        answer = FAULTS[fault](job.groups[way], LIMIT_S)
+        if answer:
+            print(f"rank {rank}: {answer}", flush=True)
+            job.found[f"fault: {fault} {way}"] = {"text": answer}
         leave(job, given, rank)
     for name, section in sections(job, given.laws).items():
         if given.only and not {*name.split(), name} & {*given.only.split(",")}:
             continue
+        job.announce(name)
         try:
             section()
         except Exception as error:
             text = f"FAILED: rank {rank}: {type(error).__name__}: {str(error)[:400]}"
             print(f"{name}: {text}", flush=True)
-            job.found[f"{name} failed"] = text
+            job.found[f"{name} failed"] = {"text": text}
+            if isinstance(error, RanksApart):
+                break
         job.say(f"seconds: {name}", "since the start", seconds=time.monotonic() - begin)
     leave(job, given, rank)
 
@@ -108,7 +129,8 @@ def leave(job: Job, given: argparse.Namespace, rank: int) -> None:
         before = json.loads(path.read_text())["found"] if path.exists() else {}
         record = describe(given) | {"found": before | job.found}
         path.write_text(json.dumps(record, indent=1) + "\n")
-    os._exit(0)
+    sys.stdout.flush()
+    os._exit(int(job.has_failed()))
 
 
 def describe(given: argparse.Namespace) -> dict[str, Any]:
@@ -126,35 +148,48 @@ def describe(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Start one process per GPU."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
-    parser.add_argument("--store", default=f"/tmp/parallel-{os.getpid()}")
-    parser.add_argument("--only", default="", help="twins, groups, workloads, or fault")
-    parser.add_argument("--laws", default="", help="some of parallel_laws.HELD")
-    parser.add_argument("--way", default="nccl", help="group in which a rank ends")
-    parser.add_argument("--json", default="", help="where the record is written")
-    parser.add_argument("--commit", default="", help="what the record names")
-    parser.add_argument("--limit", type=float, default=110.0, help="seconds")
-    given = parser.parse_args()
-    print(f"{given.ranks} x {DEVICE}, torch {torch.__version__}", flush=True)
+def start(given: argparse.Namespace) -> bool:
+    """Start one process per GPU, and return whether all have ended without a failure."""
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=work, args=(rank, given)) for rank in range(given.ranks)
     ]
     for process in processes:
         process.start()
-    end = time.monotonic() + given.limit
+    # a rank prints where it waits, and ends, a little earlier
+    end = time.monotonic() + given.limit + 30
     for process in processes:
         process.join(max(0.1, end - time.monotonic()))
     for rank, process in enumerate(processes):
-        if process.is_alive():
-            print(
-                f"FAILED: rank {rank} has not ended after {given.limit} s", flush=True
-            )
+        if process.exitcode != 0:
+            print(f"FAILED: rank {rank}: exit code {process.exitcode}", flush=True)
             process.kill()
     Path(given.store).unlink(missing_ok=True)
+    return all(process.exitcode == 0 for process in processes)
+
+
+def main() -> None:
+    """Run the sections, or each fault in processes of its own."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--store", default=f"/tmp/parallel-{os.getpid()}")
+    parser.add_argument("--only", default="", help="twins, groups, workloads, or fault")
+    parser.add_argument("--laws", default="", help="some of parallel_laws.HELD")
+    parser.add_argument("--json", default="", help="where the record is written")
+    parser.add_argument("--commit", default="", help="what the record names")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds")
+    given = parser.parse_args()
+    print(f"{given.ranks} x {DEVICE}, torch {torch.__version__}", flush=True)
+    ways = ("nccl", "symmetric") if DEVICE == "cuda" else ("gloo",)
+    faults: list[Any] = [None]
+    if given.only == "fault":
+        faults = [(fault, way) for fault in FAULTS for way in ways]
+    are_right = []
+    for given.fault in faults:
+        if given.fault:
+            print(f"fault: {' '.join(given.fault)}", flush=True)
+        are_right.append(start(given))
+    sys.exit(not all(are_right))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """One rank of a run on several GPUs: its groups, its results, and timing under CUDA graphs."""
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from pagetwin.engine.rank_group import RankGroup
+from pagetwin.engine.rank_waits import wait_for_ranks
 from torch import distributed as dist
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,6 +28,17 @@ class Job:
         self.ranks = next(iter(groups.values()))
         self.alone = RankGroup(device=DEVICE)
         self.found: dict[str, Any] = {}
+        self._begin = time.monotonic()
+
+    def announce(self, name: str) -> None:
+        """Print what begins now on the first rank, and after how many seconds."""
+        if self.ranks.rank == 0:
+            seconds = time.monotonic() - self._begin
+            print(f"{seconds:6.1f} s: {name} ...", flush=True)
+
+    def has_failed(self) -> bool:
+        """Return whether anything that was said is a failure."""
+        return any("FAILED" in each["text"] for each in self.found.values())
 
     def say(self, name: str, text: str, **figures: Any) -> None:
         """Print a line on the first rank, and keep its figures."""
@@ -41,7 +54,7 @@ class Job:
     def gathered(self, value: Any) -> list[Any]:
         """Return a value of every rank, through the host."""
         found: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.ranks.group)
         return found
 
     def microseconds(
@@ -61,6 +74,7 @@ class Job:
         for _ in range(REPLAYS):
             if together:
                 dist.barrier()
+            wait_for_ranks("a replay is timed")
             torch.cuda.synchronize()
             if together:
                 # after a collective the devices start within a microsecond of each other
@@ -82,6 +96,7 @@ def captured(call: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
         for _ in range(3):
             call()
     torch.cuda.current_stream().wait_stream(stream)
+    wait_for_ranks("a graph is captured")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog calls CUDA in a thread of its own

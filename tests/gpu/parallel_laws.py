@@ -1,4 +1,8 @@
-"""What must hold on several GPUs: results of the oracle, bits of one rank, captured steps."""
+"""What must hold on several GPUs: results of the oracle, bits of one rank, captured steps.
+
+Every batch is made for the number of ranks of the group. Whatever the ranks compare, they compare
+on all of them, or at the end of a law, so that no rank leaves out a collective that others make.
+"""
 
 import time
 from collections.abc import Callable
@@ -15,30 +19,27 @@ from pagetwin.conformance.laws.dcp_attention import Dealt
 from pagetwin.conformance.laws.parallel_step import Shared, bits, whole_call
 from pagetwin.conformance.laws.prefill_parallel import Prompts
 from pagetwin.contract.parallel import KeySplits
-from pagetwin.engine.rank_group import RankError, RankGroup
+from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
+from pagetwin.optimized import release_workspace
+from pagetwin.optimized.runtime.workspace import find_workspace
 from parallel_job import DEVICE, Job, captured
 from torch import Tensor
 
-LAWS = [
-    Shared(Dealt((1, 2, 0, 1), (37, 20, 3, 1), 2, in_a_row, kind, (36, 0, -1, 0),
-                 group=4, dtype=dtype, padding=1, seed=seed), exchange, splits)
-    for seed, (in_a_row, kind, dtype, exchange, splits) in enumerate([
-        (1, "plain", torch.bfloat16, "all_to_all", None),
-        (2, "sinks", torch.bfloat16, "all_to_all", None),
-        (16, "plain", torch.bfloat16, "reduce_scatter", None),
-        (2, "sinks", torch.bfloat16, "reduce_scatter", None),
-        (2, "plain", torch.float32, "reduce_scatter", None),
-        (4, "values", torch.bfloat16, "all_to_all", (16, 1)),
-        (2, "fp8", torch.bfloat16, "all_to_all", (8, 2)),
-    ])
-]  # fmt: skip
+STEPS = [
+    (1, "plain", torch.bfloat16, "all_to_all", 0, 0),
+    (2, "sinks", torch.bfloat16, "all_to_all", 0, 0),
+    (16, "plain", torch.bfloat16, "reduce_scatter", 0, 0),
+    (2, "sinks", torch.bfloat16, "reduce_scatter", 0, 0),
+    (2, "plain", torch.float32, "reduce_scatter", 0, 0),
+    (4, "values", torch.bfloat16, "all_to_all", 8, 1),
+    (2, "fp8", torch.bfloat16, "all_to_all", 4, 2),
+]
+"""Interleave size, option, dtype, exchange, fixed splits per rank, and positions per run."""
 LONG = 9000 if DEVICE == "cuda" else 90
 """Keys of a sequence. The interpreter needs minutes for thousands of them."""
 SAME_BITS = [
-    Dealt((2, 1), (37, LONG), 1, 1, "plain", (20, LONG // 2), group=8,
-          dtype=torch.bfloat16, seed=3),
-    Dealt((1, 0, 1), (40, 3, 5), 1, 1, "sinks", (-1, 0, 4), group=8,
-          dtype=torch.bfloat16, seed=3),
+    Dealt((2, 1), (37, LONG), 1, 1, "plain", (20, LONG // 2), dtype=torch.bfloat16, seed=3),
+    Dealt((1, 0, 1), (40, 3, 5), 1, 1, "sinks", (-1, 0, 4), dtype=torch.bfloat16, seed=3),
 ]  # fmt: skip
 PROMPTS = [
     Prompts((300, 7), 2, "plain", (150, 4), dtype=torch.bfloat16),
@@ -52,6 +53,24 @@ RINGS = [
             operation="RingContextParallel"),
     Prompts((64, 5), 2, "cap", (20, 4), operation="RingContextParallel"),
 ]  # fmt: skip
+
+
+def heads_for(world_size: int, at_least: int) -> int:
+    """Return the smallest number of heads that divides among the ranks, from a number on."""
+    return -(-at_least // world_size) * world_size
+
+
+def steps_of(world_size: int) -> list[Shared]:
+    """Return the batches of STEPS on some ranks."""
+    found = []
+    for seed, (in_a_row, kind, dtype, exchange, splits, run) in enumerate(STEPS):
+        dealt = Dealt(
+            (1, 2, 0, 1), (37, 20, 3, 1), world_size, in_a_row, kind, (36, 0, -1, 0),
+            group=heads_for(world_size, 4), dtype=dtype, padding=1, seed=seed,
+        )  # fmt: skip
+        fixed = (splits * world_size, run) if splits else None
+        found.append(Shared(dealt, exchange, fixed))
+    return found
 
 
 def setting_of(name: str) -> Setting:
@@ -81,21 +100,24 @@ def rows_of_a_step(
 def hold_step(job: Job, name: str, ranks: RankGroup) -> int:
     """Compare the parallel step with the oracle."""
     setting = setting_of(name)
-    for shared in LAWS:
+    steps = steps_of(ranks.world_size)
+    for shared in steps:
         whole = whole_call(shared.dealt, setting.device)
         out, lse = rows_of_a_step(job, name, shared, ranks)
         expect_right(setting, whole, (out.to(DEVICE), lse.to(DEVICE)), is_joined=True)
-    return len(LAWS)
+    return len(steps)
 
 
 def hold_bits(job: Job, name: str, ranks: RankGroup) -> int:
     """Compare the bits of fixed splits on all ranks with those on one."""
-    count = 0
-    for dealt in SAME_BITS:
-        one = rows_of_a_step(job, name, Shared(dealt, splits=(16, 1)), job.alone)
+    count, world_size = 0, ranks.world_size
+    splits = (8 * world_size, 1)
+    for each in SAME_BITS:
+        dealt = replace(each, group=heads_for(world_size, 8))
+        one = rows_of_a_step(job, name, Shared(dealt, splits=splits), job.alone)
         for in_a_row in (1, 4):
-            many = replace(dealt, ranks=ranks.world_size, in_a_row=in_a_row)
-            found = rows_of_a_step(job, name, Shared(many, splits=(16, 1)), ranks)
+            many = replace(dealt, ranks=world_size, in_a_row=in_a_row)
+            found = rows_of_a_step(job, name, Shared(many, splits=splits), ranks)
             same = [
                 torch.equal(bits(a), bits(b)) for a, b in zip(one, found, strict=True)
             ]
@@ -140,7 +162,12 @@ def hold_ring(job: Job, name: str, ranks: RankGroup) -> int:
 def hold_heads(job: Job, name: str, ranks: RankGroup) -> int:
     """Compare heads and keys on several ranks with the oracle."""
     setting = setting_of(name)
-    for case, (dealt, _) in enumerate(tensor_parallel.BOTH):
+    cases = tensor_parallel.BOTH[:2]
+    for each, tp_world_size in cases:
+        every = tp_world_size // each.ranks * ranks.world_size
+        group_size = every // tensor_parallel.KV_HEADS
+        dealt = replace(each, ranks=ranks.world_size, group=group_size)
+        case = dealt, every
         rows, lses = [], []
         for group in tensor_parallel.groups_of(setting, case):
             mine = tensor_parallel.run_rank(setting, case, group, ranks)
@@ -150,7 +177,7 @@ def hold_heads(job: Job, name: str, ranks: RankGroup) -> int:
         whole = whole_call(dealt, setting.device)
         found = torch.cat(rows, dim=1), torch.cat(lses)
         expect_right(setting, whole, found, is_joined=True)
-    return len(tensor_parallel.BOTH)
+    return len(cases)
 
 
 class Stepping:
@@ -164,9 +191,10 @@ class Stepping:
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=make).to(torch.bfloat16).to(DEVICE)
 
-        heads = 8 // ranks.world_size
+        self.every = 2 * heads_for(ranks.world_size, 4)
+        heads = self.every // ranks.world_size
         self.own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
-        self.tokens = [randn(2, 8 + 2 + 2, 64) for _ in range(4)]
+        self.tokens = [randn(2, self.every + 2 + 2, 64) for _ in range(4)]
         self.caches = randn(8, 16, 2, 64), randn(8, 16, 2, 64)
         self.table = torch.arange(8, dtype=torch.int32, device=DEVICE).view(2, 4)
         self.starts = torch.arange(3, dtype=torch.int32, device=DEVICE)
@@ -183,7 +211,7 @@ class Stepping:
         batch = self.step.prepare(
             self.caches[0], self.table, self.starts, self.lens, 2, 64
         )
-        query, key, value = torch.split(self.token, [8, 2, 2], dim=1)
+        query, key, value = torch.split(self.token, [self.every, 2, 2], dim=1)
         self.step.write(key, value, *self.caches, batch)
         self.step.attend(query[:, self.own], *self.caches, batch, out=self.out)
 
@@ -203,8 +231,10 @@ def hold_captured(job: Job, name: str, ranks: RankGroup) -> int:
     if DEVICE == "cpu" or name == "reference":
         return 0
     ways: list[tuple[str, KeySplits | None]] = [
-        ("all_to_all", None), ("reduce_scatter", None), ("all_to_all", KeySplits(8, 4)),
+        ("all_to_all", None), ("reduce_scatter", None),
+        ("all_to_all", KeySplits(4 * ranks.world_size, 4)),
     ]  # fmt: skip
+    differing = []
     for exchange, splits in ways:
         eager, graphed = (Stepping(ranks, exchange, splits) for _ in range(2))
         right = eager.run(eager.attend)
@@ -215,7 +245,9 @@ def hold_captured(job: Job, name: str, ranks: RankGroup) -> int:
         for cache, first in zip(graphed.caches, caches, strict=True):
             cache.copy_(first)
         for a, b in zip(graphed.run(replay), right, strict=True):
-            assert torch.equal(bits(a), bits(b)), (exchange, splits)
+            if not torch.equal(bits(a), bits(b)):
+                differing.append((exchange, splits))
+    assert not differing, differing
     return len(ways)
 
 
@@ -240,6 +272,7 @@ def hold_captured_prefills(job: Job, name: str, ranks: RankGroup) -> int:
     if DEVICE == "cpu" or name == "reference":
         return 0
     operations = ("PrefillContextParallel", "RingContextParallel")
+    differing = []
     for operation in operations:
         prefill = getattr(load_candidate(name), operation)(ranks, device=DEVICE)
         short, long = Prefilling(prefill, 300), Prefilling(prefill, 2000)
@@ -249,7 +282,9 @@ def hold_captured_prefills(job: Job, name: str, ranks: RankGroup) -> int:
         long.attend()
         short.out.zero_()
         replay()
-        assert torch.equal(bits(short.out), bits(right)), operation
+        if not torch.equal(bits(short.out), bits(right)):
+            differing.append(operation)
+    assert not differing, differing
     return len(operations)
 
 
@@ -267,43 +302,88 @@ HELD = {
 }
 
 
+class RanksApart(Exception):
+    """A law failed on some ranks only, which may have left out collectives of the others."""
+
+
 def hold_all(job: Job, name: str, way: str, laws: str) -> None:
     """Make some comparisons of a twin through one group; say which do not hold.
 
     Args:
         laws: Keys of HELD, with commas. If empty, all.
+
+    Raises:
+        RanksApart: No further collective of this group can be trusted.
     """
     for law, (hold, what) in HELD.items():
         if laws and law not in laws.split(","):
             continue
+        job.announce(f"law: {name} {way} {law}")
         try:
             count = hold(job, name, job.groups[way])
             job.groups[way].wait()
             answer = f"{count} batches: {what}"
         except Exception as error:
             answer = f"FAILED: {what}: {type(error).__name__}: {str(error)[:400]}"
-        answers = job.gathered(answer)
+        failed = [each for each in job.gathered(answer) if "FAILED" in each]
         # of all ranks, the one that failed
-        failed = (each for each in answers if "FAILED" in each)
-        job.say(f"law: {name} {way} {law}", next(failed, answer))
+        job.say(f"law: {name} {way} {law}", failed[0] if failed else answer)
+        is_apart = any(RankError.__name__ in each for each in failed)
+        if failed and (is_apart or len(failed) < job.groups[way].world_size):
+            raise RanksApart(f"the ranks are apart since {law!r}; nothing else is run")
 
 
 def lose_a_rank(ranks: RankGroup, limit_s: float) -> str:
-    """Make steps until another rank has ended; return how this rank has found out.
-
-    The last rank ends after its first step.
-    """
+    """Make steps until the last rank has ended; return how this rank has found out."""
     stepping = Stepping(ranks, "all_to_all", None)
     stepping.attend()
     ranks.wait()
-    ranks.timeout = limit_s
     if ranks.rank == ranks.world_size - 1:
         return ""
+    return found_out(ranks, limit_s, stepping.attend)
+
+
+def leave_out_a_step(ranks: RankGroup, limit_s: float) -> str:
+    """Make a step that the last rank leaves out; return how this rank has found out.
+
+    The others allocate a workspace meanwhile.
+    """
+    stepping = Stepping(ranks, "all_to_all", None)
+    for _ in range(2):
+        stepping.attend()
+        ranks.wait()
+
+    def attend() -> None:
+        release_workspace()
+        stepping.attend()
+        find_workspace(torch.device(DEVICE), 1, 1)
+
+    others = range(ranks.world_size - 1)
+    if ranks.rank in others:
+        answer = found_out(ranks, limit_s, attend)
+        ranks.store.set(f"rank {ranks.rank} has found out", "")
+        return answer
+    # through the store, because the group is unusable
+    ranks.store.wait([f"rank {rank} has found out" for rank in others])
+    return ""
+
+
+def found_out(ranks: RankGroup, limit_s: float, call: Callable[[], None]) -> str:
+    """Return how a rank finds out that the last one does not take part in a call."""
+    ranks.timeout = limit_s
     begin = time.monotonic()
     try:
-        stepping.attend()
+        call()
         ranks.wait()
     except RankError as error:
         seconds = time.monotonic() - begin
-        return f"RankError after {seconds:.1f} s, missing {error.missing}: {error}"
+        is_right = error.missing == (ranks.world_size - 1,)
+        is_in_time = seconds < limit_s + GRACE_S + 1
+        word = "" if is_right and is_in_time else "FAILED: "
+        return (
+            f"{word}RankError after {seconds:.1f} s, missing {error.missing}: {error}"
+        )
     return f"FAILED: no error after {time.monotonic() - begin:.1f} s"
+
+
+FAULTS = {"ended": lose_a_rank, "absent": leave_out_a_step}

@@ -84,9 +84,19 @@ def sweep(kind: str) -> tuple[str, ...]:
     return script("sweep.py", "$OUT/sweep.jsonl", *words)
 
 
+def file_of_tests(name: str) -> str:
+    """Return the path of a test file, whatever its folder.
+
+    Raises:
+        ValueError: no file has the name, or several have it.
+    """
+    (path,) = HERE.parent.glob(f"*/test_{name}.py")
+    return f"tests/{path.relative_to(HERE.parent).as_posix()}"
+
+
 def jobs() -> list[Job]:
     """Return all jobs, in the order in which they are started."""
-    files = " ".join(f"tests/test_{name}.py" for name in KERNEL_TESTS.split())
+    files = " ".join(file_of_tests(name) for name in KERNEL_TESTS.split())
     commit = ("--commit", "$COMMIT")
     tested = script("record.py", "$OUT", "--parts", "tests", *commit, "--select", files)
     # the first run compiles the kernels
@@ -175,7 +185,7 @@ class Release:
         self.running: dict[Job, list[int]] = {}
 
     def read_codes(self) -> dict[str, int | None]:
-        """Return the last exit code of each job that has ended; None: it was stopped."""
+        """Return the last exit code of each job that has ended. None means that it was stopped."""
         file = self.folder / "jobs.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return {each["job"]: each["code"] for each in map(json.loads, lines)}

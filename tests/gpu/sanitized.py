@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# each tensor is an allocation of its own, so that memcheck sees an access past its end
+# each tensor is an allocation of its own, so that memcheck finds an access past its end
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
@@ -22,14 +22,14 @@ from pagetwin.contract.attention_options import pack_options
 from pagetwin.optimized import kernels
 from pagetwin.optimized.attention import cascade as cascade_attention
 from pagetwin.optimized.attention import paged as paged_attention
-from pagetwin.optimized.kernels.sm90 import family as sm90
 from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.cascade import family as prefix
 from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
 from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
-from pagetwin.optimized.launch.launcher import Launcher
+from pagetwin.optimized.kernels.sm90.prefill import family as sm90
+from pagetwin.optimized.runtime.launcher import Launcher
 from torch import Tensor
 
 FAR = 2**30
@@ -103,9 +103,9 @@ GROUPS = {
             )
         ),
         (
-            "decode.decode_kernel",
-            "prefill.prefill_kernel",
-            "split_kv.split_rows_kernel",
+            "portable.decode.decode_kernel",
+            "portable.prefill.prefill_kernel",
+            "portable.split_kv.split_rows_kernel",
         ),
         is_hopper=False,
     ),
@@ -117,7 +117,7 @@ GROUPS = {
             Batch([4, 1], [129, 500]),
             Batch([1, 3], [64, 200], {"sliding_window": 50}, dtype=torch.float16),
         ),
-        ("short_decode.short_decode_kernel",),
+        ("portable.short_decode.short_decode_kernel",),
     ),
     "append": Group(
         (
@@ -125,7 +125,7 @@ GROUPS = {
             Batch([40, 0, 17], [900, 600, 2000]),
             Batch([9, 2], [650, 900], {"sliding_window": 50}, dtype=torch.float16),
         ),
-        ("append.append_kernel",),
+        ("portable.append.append_kernel",),
         is_hopper=False,
     ),
     "segments": Group(
@@ -141,14 +141,17 @@ GROUPS = {
     ),
     "cascade": Group(
         CASCADES,
-        ("cascade.cascade_prefix_kernel", "cascade.cascade_rest_kernel"),
+        (
+            "portable.cascade.cascade_prefix_kernel",
+            "portable.cascade.cascade_rest_kernel",
+        ),
         is_hopper=False,
     ),
     "prefix": Group(
         CASCADES,
         (
             "sm90.cascade.kernel.cascade_prefix_sm90_kernel",
-            "cascade.cascade_rest_kernel",
+            "portable.cascade.cascade_rest_kernel",
         ),
     ),
     "hopper": Group(
@@ -161,7 +164,7 @@ GROUPS = {
             Batch([130], [260]),
             Batch([130], [260], head_size=96),
         ),
-        ("sm90.kernel.prefill_kernel",),
+        ("sm90.prefill.kernel.prefill_kernel",),
     ),
     "unaligned": Group(
         tuple(
@@ -172,7 +175,7 @@ GROUPS = {
                 (112, {}),
             )
         ),
-        ("sm90.kernel.prefill_kernel",),
+        ("sm90.prefill.kernel.prefill_kernel",),
     ),
     "packed": Group(
         (
@@ -182,7 +185,7 @@ GROUPS = {
             Batch([130, 33], [260, 90], heads=16, kv_heads=1, head_size=64),
             Batch(*LONG, heads=4, kv_heads=4),
         ),
-        ("sm90.kernel.prefill_kernel",),
+        ("sm90.prefill.kernel.prefill_kernel",),
     ),
     "token-tiles": Group(
         (
@@ -193,7 +196,7 @@ GROUPS = {
             Batch([37], [150], heads=6, head_size=96),
             Batch([30, 20], [30, 200], {"sliding_window": 50}, 256, heads=12),
         ),
-        ("sm90.kernel.prefill_kernel",),
+        ("sm90.prefill.kernel.prefill_kernel",),
     ),
     "wide": Group(
         tuple(
@@ -204,7 +207,7 @@ GROUPS = {
                 (((130, 3), (260, 90)), {"logits_soft_cap": 20.0}),
             )
         ),
-        ("sm90.kernel.prefill_kernel",),
+        ("sm90.prefill.kernel.prefill_kernel",),
     ),
     "invariant": Group(
         tuple(
@@ -229,7 +232,7 @@ GROUPS = {
         (
             "sm90.fp8_decode.kernel.fp8_decode_kernel",
             "sm90.fp8_prefill.kernel.upcast_kernel",
-            "sm90.kernel.prefill_kernel",
+            "sm90.prefill.kernel.prefill_kernel",
         ),
     ),
     "latent": Group(

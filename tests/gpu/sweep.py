@@ -1,4 +1,4 @@
-"""How good are the choices between kernels, on shapes that nobody chose?
+"""The choices between kernels on drawn shapes, compared with the alternatives.
 
     python tests/gpu/sweep.py OUT.jsonl --kind decode --shapes 20 --seed 1 --fa3 FILE
     python tests/gpu/sweep.py OUT.jsonl --kind verify --shapes 20 --seed 1 --fa3 FILE
@@ -27,10 +27,13 @@ from unittest import mock
 
 import torch
 from pagetwin.optimized.cache import cache_ops
-from pagetwin.optimized.launch import dispatch, launches
-from pagetwin.optimized.launch.cost_layer import Layer
-from pagetwin.optimized.launch.cost_model import PREFILL, Choice, choose_path
-from pagetwin.optimized.launch.repeat.writes import WRITES
+from pagetwin.optimized.dispatch import dispatch
+from pagetwin.optimized.dispatch.choice import AttentionPlan
+from pagetwin.optimized.kernels.portable.host import launches
+from pagetwin.optimized.kernels.portable.host.plans import PortableAppendPlan
+from pagetwin.optimized.runtime.cost_layer import BatchBounds
+from pagetwin.optimized.runtime.family import Task
+from pagetwin.optimized.runtime.repeat.writes import WRITES
 from pagetwin.tools.bench.inputs import Inputs
 from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.libraries.library import Prepared
@@ -148,7 +151,7 @@ class Forced(Ours):
 
 def forget() -> None:
     """Drop recorded launches."""
-    dispatch.PLANS.repeats.clear()
+    dispatch.PIPELINE.plans.repeats.clear()
     WRITES.clear()
 
 
@@ -166,15 +169,15 @@ def split_among(programs: float) -> Callable[..., int]:
     return split
 
 
-def append_in(share: float) -> Callable[..., Choice]:
-    """Return what replaces `choose_path`: an append with this share of all segments."""
+def append_in(share: float) -> Callable[..., Task]:
+    """Return what replaces `AttentionPlan.choose`: an append with this share of all segments."""
 
-    def choose(layer: Layer, *batch: int) -> Choice:
-        chosen = choose_path(layer, *batch)
-        most = max(1, layer.processors // layer.kv_heads)
-        path = "append" if layer.append_rows else "split"
-        rows = chosen.block_m or layer.row_tiles[-1]
-        return Choice(path, rows, max(1, int(share * most)))
+    def choose(plan: AttentionPlan, every: Any, *rest: Any) -> Task:
+        if isinstance(every, PortableAppendPlan):
+            batch: BatchBounds = rest[-1]
+            return Task(division=every.estimate(plan.layer, batch).division)
+        most = max(1, plan.layer.processors // plan.layer.kv_heads)
+        return Task(division=max(1, int(share * most)))
 
     return choose
 
@@ -194,8 +197,8 @@ def alternatives(kind: str, device: str) -> list[Ours]:
             Forced(device, f"tokens-{each}", *tokens, lambda _, each=each: each)
             for each in TOKENS
         ]
-    path = (dispatch, "choose_path")
-    found = [Forced(device, "prefill", *path, lambda *_: PREFILL)]
+    path = (AttentionPlan, "choose")
+    found = [Forced(device, "prefill", *path, lambda *_: None)]
     return found + [
         Forced(device, f"append-{each:g}", *path, append_in(each)) for each in SHARES
     ]
@@ -285,7 +288,7 @@ def main() -> int:
             file.flush()
             lines.append(line)
             print(json.dumps(line), flush=True)
-            dispatch.PLANS.clear()
+            dispatch.PIPELINE.plans.clear()
 
         if not known:
             machine = describe_machine(asked.commit, device)

@@ -1,7 +1,7 @@
 """What is timed on a GPU, and how?
 
 A case is one batch; every implementation that can run it is timed on the same tensors, with a cold
-L2 cache. What a case moves and computes at least stands beside its times. record.py runs this file
+L2 cache. What a case moves and computes at least is listed with its times. record.py runs this file
 as a process of its own, which may crash:
 
     python tests/gpu/timing.py LINES.jsonl --device cuda
@@ -46,10 +46,10 @@ def attention_case(
         queries, keys: of each request.
         device: where it runs.
         heads: of the batch.
-        value_size: elements of a value; None: those of a key.
+        value_size: elements of a value. If None, those of a key.
         cache_dtype: of the cache; FP8 needs scales among the options.
         causal: whether queries are the sequence's last tokens, or see all of another one.
-        most_seen: keys that a query sees at most, under a window or in a chunk.
+        most_seen: keys that a query attends to at most, under a window or in a chunk.
         with_reference: whether the reference is timed too.
         options: those of `paged_attention`.
     """
@@ -120,7 +120,7 @@ def xformers_decode(
     query: torch.Tensor, cache: torch.Tensor, keys: list[int], table: torch.Tensor
 ) -> Callable[[], Any]:
     """Return xFormers' split-K over a batch of decodes."""
-    from pagetwin.optimized.launch.xformers_split_k import (
+    from pagetwin.optimized.backends.xformers_split_k import (
         build_decode_bias,
         split_k_attention,
     )

@@ -5,7 +5,8 @@
 Runs `pagetwin check` on each adapter in docs/adapters, and on both twins. Adapters whose library is
 not installed are recorded with the reason. Each check has a time limit. Laws whose time is over are
 recorded as not finished, with the number of cases that held. The record is written to OUTDIR
-as <date>-<device>-verdicts.json; the documentation shows the newest one in tests/records.
+as <date>-<device>-verdicts.json. `python docs/hooks/page_data.py verdicts RECORD` keeps what the
+documentation shows of it.
 """
 
 import argparse
@@ -172,40 +173,6 @@ def law_of(result: dict[str, Any]) -> Record:
     return found | {name: result[name][:LONGEST] for name in kept if result[name]}
 
 
-def joined(records: list[Path]) -> Record:
-    """Return one record of several runs of one commit on one device.
-
-    Each verdict keeps the settings of its run. A version is that of the runs which had the package.
-
-    Raises:
-        ValueError: The commits, the devices or the versions of a package differ.
-    """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in records]
-    for name in ("commit", "device"):
-        if len({each[name] for each in found}) > 1:
-            raise ValueError(f"{name}: expected the same in {[*map(str, records)]}")
-    versions: dict[str, str | None] = {}
-    for each in found:
-        for package, version in each["versions"].items():
-            if version and versions.get(package, version) != version:
-                known = versions[package]
-                raise ValueError(f"{package} {version}: expected {known} in every run")
-            if version:
-                versions[package] = version
-    verdicts = {
-        verdict["adapter"]: {"settings": each["settings"]} | verdict
-        for each in found
-        for verdict in each["verdicts"]
-    }
-    notes = [note for each in found for note in each["notes"]]
-    common = {name: each for name, each in found[0].items() if name != "settings"}
-    return common | {
-        "versions": found[0]["versions"] | versions,
-        "verdicts": [*verdicts.values()],
-        "notes": [*dict.fromkeys(notes)],
-    }
-
-
 def write_record(record: Record, folder: Path) -> Path:
     """Write a record, named after its date and device, and return its path."""
     device = re.sub(r"[^a-z0-9]+", "-", record["device"].lower()).strip("-")
@@ -258,9 +225,6 @@ def parse() -> argparse.Namespace:
         default=[],
         help="of an adapter whose library is not installed as a package: adapter=library version",
     )
-    parser.add_argument(
-        "--join", type=Path, nargs="+", help="records of one commit, to be one"
-    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--lines", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -272,11 +236,6 @@ def main() -> int:
     """Check the adapters, and return 0 if a record was written."""
     asked = parse()
     asked.folder.mkdir(parents=True, exist_ok=True)
-    if asked.join:
-        record = joined(asked.join)
-        record["notes"] += asked.note
-        print(f"record: {write_record(record, asked.folder)}")
-        return 0
     if asked.one:
         return judge_here(asked.one, asked.lines, asked)
     names = [each.stem for each in sorted(ADAPTERS.glob("*.py"))] + [*TWINS]

@@ -7,21 +7,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).parent
-CONFORMANCE = ROOT / "shared" / "conformance"
-NO_PART = (
-    "report.py",
-    "pytest_support.py",
-    "fuzz.py",
-    "corpus.py",
-    "screening.py",
-    "interpreter.py",
-    "pictures.py",
-    "worker.py",
-    "runner.py",
-    "preflight.py",
-    "poison.py",
-)
-"""Files of the harness that no mutant is tried with: they start processes and write reports."""
 
 
 def short_hash(*texts: str) -> str:
@@ -42,13 +27,28 @@ def statements(text: str) -> list[ast.stmt]:
 
 def definitions(text: str) -> list[str]:
     """Return the statements of a module without prose: functions and methods one by one."""
+    lines, last = text.split("\n"), 0
+    found: list[str] = []
+    for statement in ast.parse(text).body:
+        decorators = getattr(statement, "decorator_list", [])
+        first = min(each.lineno for each in (*decorators, statement))
+        # statements of one line are taken together
+        if not _is_prose(statement) and first > last:
+            last = statement.end_lineno or first
+            found += _definitions_in("\n".join(lines[first - 1 : last]))
+    return found or [written_out(ast.Pass())]
+
+
+@cache
+def _definitions_in(part: str) -> tuple[str, ...]:
+    """Return the same of some whole lines, which most changes of a file leave as they are."""
     found = []
-    for statement in statements(text):
+    for statement in statements(part):
         if isinstance(statement, ast.ClassDef):
             own, statement.body = statement.body, []
             found += [f"{statement.name}.{written_out(each)}" for each in own]
         found.append(written_out(statement))
-    return found
+    return tuple(found)
 
 
 def written_out(node: object) -> str:
@@ -85,6 +85,8 @@ def definitions_of(path: Path) -> tuple[str, ...]:
 def change_digest(path: Path, changed: str) -> str:
     """Return the digest of a changed file: of the definitions it changes, before and after.
 
+    The path is not part of it, so the records of a file that moves stay valid.
+
     Args:
         path: the file as it is.
         changed: its changed text.
@@ -92,19 +94,4 @@ def change_digest(path: Path, changed: str) -> str:
     before, after = definitions_of(path), definitions(changed)
     kept = set(before) & set(after)
     parts = [each for each in (*before, "->", *after) if each not in kept]
-    return short_hash(path.relative_to(ROOT).as_posix(), *parts)
-
-
-@cache
-def suite_digest() -> str:
-    """Return the digest of what judges mutants: laws, generators, oracles, harness and budgets."""
-    files = [
-        path
-        for folder in ("laws", "generators", "oracles", "harness")
-        for path in sorted((CONFORMANCE / folder).glob("*.py"))
-        if path.name not in NO_PART
-    ]
-    files.append(ROOT / "shared" / "contract" / "budgets.py")
-    return short_hash(
-        *(text for path in files for text in (path.name, *definitions_of(path)))
-    )
+    return short_hash(*parts)

@@ -1,9 +1,8 @@
 """How is a changed twin imported beside the real ones?
 
 The changed file is written to a folder of its own, since Triton reads a kernel from a real file. It
-is found before the twin's; all other files are the twin's own. The twin and `bookkeeping`, whose
-bodies serve both twins, get another name. What they import from the other packages is not copied:
-an exception or a metadata class must be the same one.
+is found before the twin's; all other files are the twin's own, under another name. What they import
+from the other packages is not copied: an exception or a metadata class must be the same one.
 """
 
 import importlib
@@ -74,10 +73,10 @@ def graft(twin: str, mutant: Mutant | None, folder: Path) -> str:
 
     Args:
         twin: "reference" or "optimized".
-        mutant: the change; None: there is none.
+        mutant: the change. If None, nothing is changed.
         folder: an empty one, for the changed file; it has to stay.
     """
-    copied = ("bookkeeping", twin)
+    copied = (twin,)
     sys.dont_write_bytecode = True
     root = ModuleType(NAME)
     root.__path__ = []

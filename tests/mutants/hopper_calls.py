@@ -4,14 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import hopper
-import hopper_fp8
 import pytest
-import test_captured_lengths_sm90 as captured_tests
-import test_fp8_sm90_interpreted as fp8_tests
-import test_sm90_interpreted as sm90_tests
-from conftest import TWINS
 from pagetwin.conformance.generators.batches import BatchPlan
+from support import hopper, hopper_checks, hopper_fp8, hopper_fp8_checks
+from support.twins import TWINS
 
 
 class Call(NamedTuple):
@@ -36,9 +32,9 @@ def size_of(plan: BatchPlan) -> int:
     return pairs * plan.kv_heads * plan.group * plan.head_size
 
 
-def _run_test(test: Callable[..., None], *arguments: Any) -> None:
+def _run_check(check: Callable[..., None], *arguments: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        test(*arguments, monkeypatch=patch)
+        check(*arguments, monkeypatch=patch)
 
 
 def _check(pretend: Any, check: Any, case: Any) -> None:
@@ -61,35 +57,22 @@ CALLS = {
     )
     for name, case in hopper_fp8.CASES.items()
 }
-# tests of the FP8 kernels that compare one call with another
-_HAS_FAR = fp8_tests.test_offsets_of_more_than_32_bits_change_no_bit
-_E4M3 = hopper_fp8.E4M3
-for _family, _test, *_arguments in (
-    ("fp8_decode", fp8_tests.test_queries_without_keys_get_0_and_lse_minus_infinity),
-    ("fp8_decode", fp8_tests.test_a_call_without_a_log_sum_exp_has_the_same_output),
-    ("fp8_decode", fp8_tests.test_an_fp8_output_is_the_float32_output_rounded_once, _E4M3),
-    ("fp8_decode", fp8_tests.test_a_block_table_with_a_stride_of_columns_changes_no_bit),
-    ("fp8_prefill", fp8_tests.test_a_cache_with_a_stride_of_elements_is_converted_alike),
-    *(
-        ("fp8_prefill" if "prefill" in case else "fp8_decode", _HAS_FAR, axis, case)
-        for axis, case in fp8_tests.FAR
-    ),
-):  # fmt: skip
-    _words = _test.__name__.removeprefix("test_").replace("_", " ")
-    CALLS[", ".join(["FP8", _words, *map(str, _arguments)])] = Call(
-        _family, 1 << 20, partial(_run_test, _test, *_arguments)
-    )
-for _axis, _case in sm90_tests.FAR:
-    _test = sm90_tests.test_offsets_of_more_than_32_bits_change_no_bit
+for _words, _check_calls in hopper_fp8_checks.CHECKS.items():
+    _is_prefill = "prefill" in _words or "converted alike" in _words
+    if str(hopper_fp8.E5M2) not in _words:
+        CALLS[f"FP8, {_words}"] = Call(
+            "fp8_prefill" if _is_prefill else "fp8_decode",
+            1 << 20,
+            partial(_run_check, _check_calls),
+        )
+for _axis, _case in hopper_checks.FAR:
     CALLS[f"offsets of more than 32 bits, {_axis}, {_case}"] = Call(
-        hopper.CASES[_case].family, 1 << 20, partial(_run_test, _test, _axis, _case)
+        hopper.CASES[_case].family,
+        1 << 20,
+        partial(_run_check, hopper_checks.check_far, _axis, _case),
     )
 CALLS["append, rows past a bound that is too small"] = Call(
     "append",
     1 << 21,
-    partial(
-        _run_test,
-        captured_tests.test_rows_past_a_bound_that_is_too_small_harm_no_other_request,
-        TWINS["reference"],
-    ),
+    partial(_run_check, hopper_checks.check_rows_past_a_bound, TWINS["reference"]),
 )

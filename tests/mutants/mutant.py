@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ CATALOGUE = Path(__file__).parent / "catalogue"
 BUGS = Path(__file__).parent / "bugs.toml"
 TWINS = ("reference", "optimized")
 PACKAGES = {"reference": "reference/", "optimized": "optimized/"}
-PACKAGES["bookkeeping"] = "shared/bookkeeping/"
 """The packages whose files are changed, and their folders."""
 
 OPERATORS = {
@@ -78,13 +78,13 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The package that is changed: "reference", "optimized" or "bookkeeping"."""
+        """The package that is changed: "reference" or "optimized"."""
         return _package(self.file)
 
     @property
     def twin(self) -> str:
         """The twin that is tried: the reference where one body serves both, as it is faster."""
-        return "reference" if self.package == "bookkeeping" else self.package
+        return self.package
 
     @property
     def module(self) -> str:
@@ -97,7 +97,7 @@ class Mutant:
         """The thread of its bug, or that it is a cousin of that one."""
         return f"{self.bug.rpartition(' ')[0]} {self.thread}".strip()
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A few characters that change with the function that is changed, or with the change."""
         return change_digest(ROOT / self.file, self.source())
@@ -106,18 +106,28 @@ class Mutant:
         """Return the changed file.
 
         Raises:
-            ValueError: the old text does not stand once in it, or the new file is no Python.
+            ValueError: the old text is not in it once, or the new file is not Python.
         """
-        text = (ROOT / self.file).read_text(encoding="utf-8")
-        count = text.count(self.old)
-        if count != 1 or self.new == self.old:
-            raise ValueError(
-                f"mutant {self.id!r}: its old text stands {count} times in {self.file}:"
-                " expected once, and another text for it"
-            )
-        changed = text.replace(self.old, self.new)
-        ast.parse(changed)
-        return changed
+        return changed_source(self.id, self.file, self.old, self.new)
+
+
+def changed_source(id: str, file: str, old: str, new: str) -> str:
+    """Return a file in which a text is replaced, of the mutant with that id.
+
+    Raises:
+        ValueError: the old text does not stand once in it, or is the new one.
+        SyntaxError: the new file is not Python.
+    """
+    text = (ROOT / file).read_text(encoding="utf-8")
+    count = text.count(old)
+    if count != 1 or new == old:
+        raise ValueError(
+            f"mutant {id!r}: its old text stands {count} times in {file}:"
+            " expected once, and another text for it"
+        )
+    changed = text.replace(old, new)
+    ast.parse(changed)
+    return changed
 
 
 def _package(file: str) -> str:
@@ -149,7 +159,7 @@ def _of_file(path: Path, threads: dict[str, str]) -> Iterator[Mutant]:
         "mutant"
     ]
     for entry in entries:
-        # the same text may stand in both twins
+        # both twins may have the same text
         files = entry["file"] if isinstance(entry["file"], list) else [entry["file"]]
         bug = entry["bug"].removeprefix("cousin of ")
         for file in files:

@@ -7,7 +7,7 @@ from functools import cache
 
 from pagetwin.conformance.harness.law import Law
 from pagetwin.contract.operations import CONCEPTS
-from source_tree import imports, modules
+from support.source_tree import imports, modules
 
 from .mutant import Mutant
 
@@ -31,7 +31,7 @@ def laws_near(
     """
     steps = _steps_to(mutant.twin, f"{mutant.package}.{mutant.module}")
     home = {
-        name: f"{'bookkeeping' if each.is_single else mutant.twin}.{each.module}"
+        name: f"{mutant.twin}.{each.module}"
         for each in CONCEPTS
         for name in each.operations
     }
@@ -52,11 +52,8 @@ def laws_near(
 
 @cache
 def _steps_to(twin: str, module: str) -> dict[str, int]:
-    """Return the number of imports between each module of a twin and one module.
-
-    The modules of `bookkeeping` count as the twin's: "bookkeeping.cache.kv_cache".
-    """
-    own = [name for name in modules() if name.split(".")[0] in (twin, "bookkeeping")]
+    """Return the number of imports between each module of a twin and one module."""
+    own = [name for name in modules() if name.split(".")[0] == twin]
     steps, frontier = {module: 0}, deque([module])
     while frontier:
         reached = frontier.popleft()

@@ -1,72 +1,143 @@
-"""Record of the last run: what became of each mutant, and of which code that is true.
+"""Records of mutants: how each one ended, one line per mutant, sorted by id.
 
-Two digests decide whether an entry is current. `digest` is that of the change: the definitions that
-the mutant changes, before and after. `code` is that of what decides the result: all code that the
-law which killed it reaches on the twin that is changed, so the path through the twin, the
-reference, generators, oracles and the harness. An equivalent mutant depends on all laws.
+A line has the id, a digest of the changed function before and after the change, how the mutant
+ended, and what found it (a law, a call of a kernel, or a test), with tabs between them. An entry is
+out of date if the digest is another one today. Comments, docstrings and formatting do not change a
+digest. Neither does a change of the law or test that found the mutant: the long tests try a sample
+of the recorded mutants again, and a run with --all tries every one.
 """
 
-import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from .judge import Trial
-from .mutant import Mutant
-from .reach import reach_digest
+from .digest import MUTANTS
 
-REPORT = Path(__file__).parents[1] / "records" / "mutants.json"
-LONGEST_CASE = 1000
-"""Characters of the longest case that is recorded; a law with a longer one is tried as a whole."""
+CATALOGUE_RECORD = MUTANTS / "catalogue.txt"
+GENERATED_RECORD = MUTANTS / "generated.txt"
+HOPPER_RECORD = MUTANTS / "hopper.txt"
+INSTRUMENTS_RECORD = MUTANTS / "instruments.txt"
+OUTCOMES = ("killed", "crashes", "hangs", "alive", "equivalent")
+"""Something found it; its process ended; it does not end, also alone; nothing found it; nothing can
+find it, for the reason in the catalogue."""
 
 
-def entries_of(place: Path) -> dict[str, dict[str, Any]]:
-    """Return the entries of a record by id; none if it does not exist."""
+class Planted(Protocol):
+    """What a record needs to know of a mutant."""
+
+    @property
+    def id(self) -> str:
+        """Where and what goes wrong."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of the changed functions, before and after the change."""
+
+    @property
+    def equivalent(self) -> str:
+        """Why no output can show the change; empty if one has to."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a mutant ended.
+
+    Args:
+        id, digest: As in `Planted`.
+        how: One of OUTCOMES.
+        by: The law, the call or the test that found it; empty if nothing did.
+    """
+
+    id: str
+    digest: str
+    how: str
+    by: str = ""
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether something found the mutant."""
+        return self.how not in ("alive", "equivalent")
+
+
+def make_entry(mutant: Planted, how: str, by: str = "") -> Entry:
+    """Return the entry of a mutant. One that nothing found is equivalent if it has a reason."""
+    if how == "alive" and mutant.equivalent:
+        how = "equivalent"
+    return Entry(mutant.id, mutant.digest, how, by)
+
+
+def is_current(mutant: Planted, entry: Entry | None) -> bool:
+    """Return whether an entry is of this mutant as it is today, and as it has to end."""
+    if entry is None or entry.digest != mutant.digest:
+        return False
+    return ends_well(mutant, entry)
+
+
+def ends_well(mutant: Planted, entry: Entry) -> bool:
+    """Return whether a mutant was found; for one with a reason, whether nothing found it."""
+    return entry.how == "equivalent" if mutant.equivalent else entry.is_killed
+
+
+def read_record(place: Path) -> dict[str, Entry]:
+    """Return the entries of a record by id; none if the file does not exist."""
     if not place.exists():
         return {}
-    record = json.loads(place.read_text(encoding="utf-8"))
-    return {each["id"]: each for each in record["mutants"]}
+    lines = place.read_text(encoding="utf-8").splitlines()
+    entries = [Entry(*line.split("\t")) for line in lines]
+    return {each.id: each for each in entries}
 
 
-def is_current(mutant: Mutant, entry: dict[str, Any] | None) -> bool:
-    """Return whether an entry is of this mutant as it is today, and of today's code."""
-    return (
-        entry is not None
-        and is_same_change(mutant, entry)
-        and entry["code"] == reach_digest(entry["law"] or "", mutant.twin)
-    )
+def write_record(
+    place: Path, mutants: Iterable[Planted], entries: Mapping[str, Entry]
+) -> None:
+    """Write the entries of some mutants, in the order of their ids.
+
+    Args:
+        place: The file.
+        mutants: The mutants that exist. Entries of others are left out.
+        entries: Entries by id.
+    """
+    names = sorted({each.id for each in mutants} & entries.keys())
+    lines = ["\t".join(astuple(entries[name])).rstrip("\t") + "\n" for name in names]
+    place.write_text("".join(lines), encoding="utf-8")
 
 
-def is_same_change(mutant: Mutant, entry: dict[str, Any]) -> bool:
-    """Return whether an entry is of the same change, with the same reason if it has one."""
-    return bool(
-        entry["digest"] == mutant.digest and entry["reason"] == mutant.equivalent
-    )
+def write_todays(
+    place: Path, mutants: Iterable[Planted], entries: Mapping[str, Entry]
+) -> None:
+    """Write the entries whose mutants exist and change the same functions.
+
+    Whether one that nothing found is equivalent is decided anew, by its reason of today.
+    """
+    todays = {}
+    for each in mutants:
+        entry = entries.get(each.id)
+        if entry is not None and entry.digest == each.digest:
+            is_found = entry.is_killed
+            todays[each.id] = entry if is_found else make_entry(each, "alive")
+    write_record(place, mutants, todays)
 
 
-def make_entry(mutant: Mutant, trial: Trial) -> dict[str, Any]:
-    """Return the entry of a mutant that was tried."""
-    law = trial.broken[0] if trial.broken else None
-    case = trial.cases[0] if trial.cases else ""
-    return {
-        "id": mutant.id,
-        "digest": mutant.digest,
-        "code": reach_digest(law or "", mutant.twin),
-        "bug": mutant.origin,
-        "operator": mutant.operator,
-        "ended": "killed" if law else "equivalent" if mutant.equivalent else "alive",
-        "reason": mutant.equivalent,
-        "law": law,
-        "case": case if len(case) <= LONGEST_CASE else "",
-        "how": trial.how,
-        "what": trial.what[:160],
-        "seconds": round(trial.seconds, 2),
-    }
+def summary(
+    operators: Mapping[str, str],
+    operator_of: Mapping[str, str],
+    entries: Sequence[Entry],
+) -> list[str]:
+    """Return how mutants ended, by operator, line by line.
 
-
-def unexpected(report: dict[str, Any]) -> list[str]:
-    """Return the mutants that did not end as declared, and laws that an unchanged twin broke."""
-    return report["laws broken by the unchanged twins"] + [
-        each["id"]
-        for each in report["mutants"]
-        if each["ended"] == "alive" or (each["ended"] == "killed" and each["reason"])
-    ]
+    Args:
+        operators: All operators.
+        operator_of: The operator of each mutant, by id.
+        entries: What became of the mutants.
+    """
+    lines = ["", "operator            killed  alive  equivalent"]
+    for operator in (*operators, "all"):
+        own = [each for each in entries if operator in (operator_of[each.id], "all")]
+        if own:
+            ends = Counter("killed" if each.is_killed else each.how for each in own)
+            lines.append(
+                f"{operator:<18}{ends['killed']:>8}{ends['alive']:>7}{ends['equivalent']:>12}"
+            )
+    return lines + [f"alive: {each.id}" for each in entries if each.how == "alive"]

@@ -4,20 +4,18 @@
     make mutants-generated ARGUMENTS="--all --workers 16"       # all of them
     PYTHONPATH=tests python -m mutants.run_generated stream_k   # those with such words in their ids
 
-A larger sample of the same seed contains the smaller one, and an entry of the record is kept while
-the function that is changed and the suite are the same. Killed is a mutant that a law notices.
-Equivalent is one whose reason stands in generated_equivalent.toml. All others have survived.
+A larger sample of the same seed contains the smaller one. An entry of the record is kept while the
+function that is changed is the same. Killed is a mutant that a law notices. Equivalent is one whose
+reason is in generated_equivalent.toml. All others are alive, and the next run tries them again.
 """
 
 import argparse
 import importlib
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .isolation import isolate
 
@@ -28,15 +26,21 @@ import torch
 from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
-from .digest import suite_digest
 from .generate import OPERATORS, Generated, generate, read_reasons, sample
-from .judge import Trial, judge
+from .judge import OUTCOME_OF, Trial, judge
 from .nearness import laws_near
-from .record import REPORT as CATALOGUE_REPORT
-from .record import entries_of
+from .record import (
+    CATALOGUE_RECORD,
+    GENERATED_RECORD,
+    Entry,
+    is_current,
+    make_entry,
+    read_record,
+    summary,
+    write_todays,
+)
 from .run import EXAMPLES, say
 
-REPORT = CATALOGUE_REPORT.with_name("mutants-generated.json")
 REASONS = Path(__file__).parent / "generated_equivalent.toml"
 SECONDS = 120.0
 """What one mutant may take; the laws that are left then are not tried."""
@@ -47,7 +51,7 @@ FEW_KILLERS = 12
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; 0 if no mutant survived that is not explained."""
+    """Run what the command line asks for; 0 if no mutant is alive that is not explained."""
     parser = argparse.ArgumentParser(description="Try generated mutants")
     parser.add_argument("words", nargs="*", help="words of the mutants' ids")
     parser.add_argument("--sample", type=int, default=300, help="mutants of the sample")
@@ -58,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=EXAMPLES)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="per mutant")
     parser.add_argument("--minutes", type=float, help="start no mutant after them")
-    parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--record", type=Path, default=GENERATED_RECORD)
     given = parser.parse_args(arguments)
     mutants = generate(reasons=read_reasons(REASONS))
     chosen = mutants if given.all else sample(mutants, given.sample, given.seed)
@@ -66,42 +70,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [
             each for each in mutants if any(word in each.id for word in given.words)
         ]
-    known = entries_of(given.report)
+    known = read_record(given.record)
     if not given.again:
         chosen = [each for each in chosen if not is_current(each, known.get(each.id))]
-
-    def save(tries_killers: bool) -> dict[str, Any]:
-        record = make_record(mutants, known, tries_killers)
-        given.report.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        return record
-
-    run(chosen, known, given, lambda: save(False))
-    record = save(given.minutes is None)
-    print("\n".join(summary(record)))
-    is_bad = record["laws broken by the unchanged twin"] or any(
-        each["ended"] == "survived" for each in record["mutants"]
-    )
-    return int(bool(is_bad))
-
-
-def is_current(mutant: Generated, entry: dict[str, Any] | None) -> bool:
-    """Return whether an entry of the record is of this mutant, and of today's laws if it survived.
-
-    A law that killed a mutant still kills it when other laws are added or changed; a law that is
-    weakened shows in the catalogue, whose record is of today's laws.
-    """
-    if entry is None or entry["digest"] != mutant.digest:
-        return False
-    if entry["ended"] == "killed":
-        return not mutant.equivalent
-    return bool(mutant.equivalent) or entry["suite"] == suite_digest()
+    run(chosen, known, given, lambda: write_todays(given.record, mutants, known))
+    broken = _break_unchanged(known) if chosen and given.minutes is None else set()
+    held = {name: each for name, each in known.items() if each.by not in broken}
+    write_todays(given.record, mutants, held)
+    entries = [*read_record(given.record).values()]
+    operator_of = {each.id: each.operator for each in mutants}
+    print("\n".join(summary(OPERATORS, operator_of, entries)))
+    for law in sorted(broken):
+        print(f"broken by the unchanged twin, so it kills nothing: {law}")
+    return int(bool(broken) or any(each.how == "alive" for each in entries))
 
 
 def run(
     mutants: Sequence[Generated],
-    known: dict[str, dict[str, Any]],
+    known: dict[str, Entry],
     given: argparse.Namespace,
-    save: Callable[[], Any],
+    save: Callable[[], None],
 ) -> None:
     """Try mutants, put what became of them into `known`, and save it from batch to batch."""
     torch.set_num_threads(1)
@@ -118,23 +106,25 @@ def run(
         ]
         for trial in judge(trials, given.workers, given.examples, USUAL):
             assert isinstance(trial.mutant, Generated)
-            entry = _entry(trial.mutant, trial)
-            known[entry["id"]] = entry
-            say(f"{entry['id']}: {entry['ended']} by {entry['law']}", trial.seconds)
-            if entry["ended"] == "survived":
-                print(f"          {entry['change']}", flush=True)
+            law = trial.broken[0] if trial.broken else ""
+            entry = make_entry(trial.mutant, OUTCOME_OF[trial.how], law)
+            known[entry.id] = entry
+            say(f"{entry.id}: {entry.how} {law}", trial.seconds)
+            if entry.how == "alive":
+                count = f"{len(trial.seconds_of)} of {len(trial.laws)} laws hold"
+                print(f"          {trial.mutant.change}; {count}", flush=True)
         save()
     print(f"{len(waiting)} mutants are left", flush=True)
 
 
-def _laws(mutant: Generated, known: dict[str, dict[str, Any]]) -> list[Law]:
+def _laws(mutant: Generated, known: dict[str, Entry]) -> list[Law]:
     """Return the laws that can notice a mutant; what killed others of its file comes first."""
     module = mutant.file.removesuffix(".py") + "/"
     killers = Counter(
-        each["law"]
-        for record in (entries_of(CATALOGUE_REPORT), known)
+        each.by
+        for record in (read_record(CATALOGUE_RECORD), known)
         for each in record.values()
-        if each["law"] and each["id"].startswith(module)
+        if each.by and each.id.startswith(module)
     )
     first = [law for law, _ in killers.most_common(FEW_KILLERS)]
     near = laws_near(mutant, ALL_LAWS, {})
@@ -142,82 +132,12 @@ def _laws(mutant: Generated, known: dict[str, dict[str, Any]]) -> list[Law]:
     return sorted(near, key=lambda law: order.get(law.name, len(first)))
 
 
-def _entry(mutant: Generated, trial: Trial) -> dict[str, Any]:
-    ended = (
-        "killed" if trial.broken else "equivalent" if mutant.equivalent else "survived"
-    )
-    return {
-        "id": mutant.id,
-        "change": mutant.change,
-        "digest": mutant.digest,
-        "suite": suite_digest(),
-        "operator": mutant.operator,
-        "ended": ended,
-        "reason": mutant.equivalent,
-        "law": trial.broken[0] if trial.broken else None,
-        "how": trial.how or ("cut" if trial.is_cut else ""),
-        "what": trial.what[:160],
-        "laws": f"{len(trial.seconds_of)} of {len(trial.laws)} on all cases",
-        "seconds": round(trial.seconds, 2),
-    }
-
-
-def make_record(
-    mutants: Sequence[Generated],
-    known: dict[str, dict[str, Any]],
-    tries_killers: bool = True,
-) -> dict[str, Any]:
-    """Return the record of all mutants that were tried and still exist.
-
-    Args:
-        mutants: All generated mutants.
-        known: Entries by id.
-        tries_killers: Whether the laws that killed a mutant are tried on the unchanged twin.
-    """
-    by_id = {each.id: each for each in mutants}
-    held = []
-    for name, entry in known.items():
-        if name in by_id and entry["digest"] == by_id[name].digest:
-            reason = by_id[name].equivalent
-            if entry["ended"] != "killed":
-                entry |= {
-                    "ended": "equivalent" if reason else "survived",
-                    "reason": reason,
-                }
-            held.append(entry)
-    killers = {each["law"] for each in held if each["law"]}
-    laws = [law for law in ALL_LAWS if tries_killers and law.name in killers]
-    broken: set[str] = set()
-    for trial in judge([Trial("optimized", laws)], 1, EXAMPLES) if laws else ():
-        broken.update(trial.broken)
-    return {
-        "generated": len(mutants),
-        "operators": OPERATORS,
-        "laws broken by the unchanged twin": sorted(broken),
-        "mutants": sorted(held, key=lambda each: each["id"]),
-    }
-
-
-def summary(record: dict[str, Any]) -> list[str]:
-    """Return what the record holds, line by line."""
-    mutants = record["mutants"]
-    lines = ["", "operator         killed  survived  equivalent"]
-    for operator in OPERATORS:
-        own = Counter(each["ended"] for each in mutants if each["operator"] == operator)
-        if own:
-            lines.append(
-                f"{operator:<15}{own['killed']:>8}{own['survived']:>10}{own['equivalent']:>12}"
-            )
-    for each in mutants:
-        if each["ended"] == "survived":
-            lines.append(f"survived: {each['id']}: {each['change']} ({each['laws']})")
-    counts = Counter(each["ended"] for each in mutants)
-    lines += [
-        "",
-        f"{len(mutants)} of {record['generated']} mutants: {counts['killed']} killed,"
-        f" {counts['survived']} survived, {counts['equivalent']} equivalent",
-    ]
-    return lines
+def _break_unchanged(known: dict[str, Entry]) -> set[str]:
+    """Return those laws of some entries that the unchanged twin breaks."""
+    killers = {each.by for each in known.values()}
+    laws = [law for law in ALL_LAWS if law.name in killers]
+    trials = judge([Trial("optimized", laws)], 1, EXAMPLES) if laws else ()
+    return {law for trial in trials for law in trial.broken}
 
 
 if __name__ == "__main__":

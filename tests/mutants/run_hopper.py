@@ -5,13 +5,11 @@
 
 The calls are those of `hopper_calls.py`: each is computed by the changed kernel and compared with
 float64, and the interpreter reports what a GPU would not. Killed is a mutant that a call notices;
-equivalent is one whose reason stands in hopper_equivalent.toml; all others have survived. Layouts
+equivalent is one whose reason is in hopper_equivalent.toml; all others are alive. Layouts
 of registers are not interpreted; what runs on the host has other tests.
 """
 
 import argparse
-import ast
-import json
 import math
 import multiprocessing
 import resource
@@ -20,8 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -32,18 +29,24 @@ if __name__ == "__main__":
     isolate()
 
 import torch
-from gluon_interpreter.kernels import change_module
+from pagetwin.gluon_interpreter.kernels import change_module
 
-from .generate import OPERATORS, Generated, generate, read_reasons, sample
+from .generate import OPERATORS, Generated, sample
+from .hopper import folder_of, hopper_mutants
 from .hopper_calls import CALLS
-from .mutant import ROOT
-from .record import REPORT as CATALOGUE_REPORT
-from .record import entries_of
+from .record import (
+    HOPPER_RECORD,
+    Entry,
+    is_current,
+    make_entry,
+    read_record,
+    summary,
+    write_todays,
+)
 
-REPORT = CATALOGUE_REPORT.with_name("mutants-hopper.json")
-REASONS = Path(__file__).parent / "hopper_equivalent.toml"
 USERS: dict[str, list[str]] = {
-    "sm90": [],
+    "common": [],
+    "prefill": [],
     "invariant": ["invariant", "append"],
     "fp8_decode": ["fp8_decode", "fp8_prefill"],
 }
@@ -52,48 +55,6 @@ CPU_SECONDS = 60
 """CPU time that one call may take, 20 times that of the slowest one; a longer one hangs."""
 SECONDS = 3600.0
 """Time that all calls of one mutant may take, in case that a process waits without CPU time."""
-
-
-def hopper_files() -> list[str]:
-    """Return the files with functions that the Gluon interpreter runs."""
-    folder = ROOT / "optimized/kernels/sm90"
-    return [
-        path.relative_to(ROOT).as_posix()
-        for path in sorted(folder.rglob("*.py"))
-        if any(
-            f"@{each}.jit" in path.read_text("utf-8") for each in ("gluon", "triton")
-        )
-    ]
-
-
-def folder_of(file: str) -> str:
-    """Return the name of a file's folder, which is that of its kernels."""
-    return Path(file).parent.name
-
-
-def without_layouts(mutants: Sequence[Generated]) -> list[Generated]:
-    """Return the mutants that change more than a layout of registers, which is not interpreted."""
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for file in {each.file for each in mutants}:
-        text = (ROOT / file).read_bytes()
-        starts = [0]
-        for line in text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
-        spans[file] = [
-            (
-                starts[node.lineno - 1] + node.col_offset,
-                starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0),
-            )
-            for node in ast.walk(ast.parse(text))
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Layout")
-        ]
-    return [
-        each
-        for each in mutants
-        if not any(
-            begin <= each.begin and each.end <= end for begin, end in spans[each.file]
-        )
-    ]
 
 
 def order_calls(mutant: Generated, killers: Counter[tuple[str, str]]) -> list[str]:
@@ -106,7 +67,7 @@ def order_calls(mutant: Generated, killers: Counter[tuple[str, str]]) -> list[st
     return sorted(
         own,
         key=lambda name: (
-            -killers[mutant.file, name],
+            -killers[_module_of(mutant.id), name],
             CALLS[name].family != folder,
             CALLS[name].size,
         ),
@@ -121,7 +82,7 @@ def try_calls(mutant: Generated, names: Sequence[str], sender: Connection) -> No
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module = f"pagetwin.{mutant.file.removesuffix('.py').replace('/', '.')}"
-    found: tuple[str | None, str] = None, ""
+    found = "", ""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / Path(mutant.file).name
         path.write_text(mutant.source(), encoding="utf-8")
@@ -138,12 +99,10 @@ def try_calls(mutant: Generated, names: Sequence[str], sender: Connection) -> No
 
 
 def judge(
-    mutants: Sequence[Generated], workers: int, known: dict[str, dict[str, Any]]
-) -> Iterator[tuple[Generated, str | None, str, float]]:
-    """Yield what became of each mutant: the case that noticed it, what was wrong, and seconds."""
-    killers = Counter(
-        (each["file"], each["case"]) for each in known.values() if each["case"]
-    )
+    mutants: Sequence[Generated], workers: int, known: Mapping[str, Entry]
+) -> Iterator[tuple[Entry, str, float]]:
+    """Yield the entry of each mutant, what was wrong, and seconds."""
+    killers = Counter((_module_of(each.id), each.by) for each in known.values())
     waiting = list(mutants)
     running: dict[Connection, tuple[Any, Generated, float]] = {}
     context = multiprocessing.get_context("fork")
@@ -159,30 +118,35 @@ def judge(
         ready = wait(list(running), timeout=1)
         for receiver, (process, mutant, begin) in list(running.items()):
             seconds = time.monotonic() - begin
-            case, what = None, ""
+            how, call, what = "alive", "", ""
             if receiver in ready:
                 try:
-                    case, what = receiver.recv()
+                    call, what = receiver.recv()
+                    how = "killed" if call else "alive"
                 except EOFError:
                     process.join()
-                    case, what = "a crash", f"exit code {process.exitcode}"
+                    how, what = "crashes", f"exit code {process.exitcode}"
                     if process.exitcode == -signal.SIGXCPU:
-                        case = "a hang"
+                        how = "hangs"
                         what = f"no end within {CPU_SECONDS} s of CPU time"
             elif seconds > SECONDS:
                 process.kill()
-                case, what = "a hang", f"no end within {SECONDS:.0f} s"
+                how, what = "hangs", f"no end within {SECONDS:.0f} s"
             else:
                 continue
             process.join()
             del running[receiver]
-            if case:
-                killers[mutant.file, case] += 1
-            yield mutant, case, what, seconds
+            killers[_module_of(mutant.id), call] += 1
+            yield make_entry(mutant, how, call), what, seconds
+
+
+def _module_of(name: str) -> str:
+    """Return the file of a mutant's id, without its suffix."""
+    return name.rsplit("/", 3)[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; 0 if no mutant survived that is not explained."""
+    """Run what the command line asks for; 0 if no mutant is alive that is not explained."""
     parser = argparse.ArgumentParser(description="Try mutants of the Hopper kernels")
     parser.add_argument(
         "words", nargs="*", help="draw of mutants with such words in their ids"
@@ -191,79 +155,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")
     parser.add_argument("--again", action="store_true", help="also those of the record")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
-    parser.add_argument("--report", type=Path, default=REPORT)
+    parser.add_argument("--record", type=Path, default=HOPPER_RECORD)
     given = parser.parse_args(arguments)
-    mutants = without_layouts(generate(hopper_files(), read_reasons(REASONS)))
+    mutants = hopper_mutants()
     named = [
         each
         for each in mutants
         if not given.words or any(word in each.id for word in given.words)
     ]
     chosen = sample(named, given.sample, given.seed)
-    known = entries_of(given.report)
+    known = read_record(given.record)
     if not given.again:
         chosen = [each for each in chosen if not is_current(each, known.get(each.id))]
-    for mutant, case, what, seconds in judge(chosen, given.workers, known):
-        known[mutant.id] = {
-            "id": mutant.id,
-            "file": mutant.file,
-            "change": mutant.change,
-            "digest": digest_of(mutant),
-            "operator": mutant.operator,
-            "ended": "",
-            "reason": "",
-            "case": case,
-            "what": what[:160],
-        }
-        print(f"{seconds:6.1f} s {mutant.id}: {case}: {what[:100]}", flush=True)
-        if case is None:
-            print(f"          survived: {mutant.change}", flush=True)
-        save(given.report, mutants, known)
-    record = save(given.report, mutants, known)
-    counts = Counter(each["ended"] for each in record["mutants"])
-    print(f"{len(record['mutants'])} of {len(mutants)} mutants: {dict(counts)}")
-    return int("survived" in counts)
-
-
-@cache
-def digest_of(mutant: Generated) -> str:
-    """Return the digest of a mutant, which takes two parses of its file, once per process."""
-    return mutant.digest
-
-
-def is_current(mutant: Generated, entry: dict[str, Any] | None) -> bool:
-    """Return whether an entry of the record is of this mutant, and needs no new try."""
-    if entry is None or entry["digest"] != digest_of(mutant):
-        return False
-    return bool(entry["case"]) or bool(mutant.equivalent)
-
-
-def save(
-    report: Path, mutants: Sequence[Generated], known: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Write the record of all mutants that were tried and still exist."""
-    by_id = {each.id: each for each in mutants}
-    held = []
-    for name, entry in sorted(known.items()):
-        if name not in by_id or entry["digest"] != digest_of(by_id[name]):
-            continue
-        entry["reason"] = "" if entry["case"] else by_id[name].equivalent
-        entry["ended"] = (
-            "killed"
-            if entry["case"]
-            else "equivalent"
-            if entry["reason"]
-            else "survived"
-        )
-        held.append(entry)
-    record = {
-        "generated": len(mutants),
-        "folders": dict(Counter(folder_of(each.file) for each in mutants)),
-        "operators": OPERATORS,
-        "mutants": held,
-    }
-    report.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return record
+    change_of = {each.id: each.change for each in chosen}
+    for entry, what, seconds in judge(chosen, given.workers, known):
+        known[entry.id] = entry
+        words = f"{entry.how} {entry.by}: {what[:100]}"
+        print(f"{seconds:6.1f} s {entry.id}: {words}", flush=True)
+        if entry.how == "alive":
+            print(f"          alive: {change_of[entry.id]}", flush=True)
+        write_todays(given.record, mutants, known)
+    write_todays(given.record, mutants, known)
+    entries = [*read_record(given.record).values()]
+    operator_of = {each.id: each.operator for each in mutants}
+    print("\n".join(summary(OPERATORS, operator_of, entries)))
+    return int(any(each.how == "alive" for each in entries))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _draw(sizes: Layout) -> Drawing:
     lengths = [c + n for c, n in zip(CONTEXT, NEW, strict=True)]
     lines: tuple[tuple[str, str, list[object], list[str]], ...] = (
         ("tokens of the step", "", [f"{'ab'[r]}{p}" for r, p in batch], kinds),
-        ("positions", "", [p for _, p in batch], kinds),
+        ("positions", "not passed: they follow", [p for _, p in batch], kinds),
         ("slot_mapping", "where each token is written", list(slots()), kinds),
         (
             "query_start_loc",

@@ -10,7 +10,7 @@ def draw() -> Drawing:
         "Two buffers on the host alternate. The buffer on the device keeps its "
         "address.",
     )
-    parts = [("offsets", 80), ("lengths", 80), ("slots", 160), ("new blocks", 110)]
+    parts = [("starts", 80), ("lengths", 80), ("slots", 160), ("new blocks", 110)]
     for y, name, kinds in (
         (20, "step 1, host", ("a", "a", "a", "new")),
         (74, "step 2, host", ("b", "b", "b", "new")),

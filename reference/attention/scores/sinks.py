@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 
-def add_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return [query_heads, queries], the log-sum-exp of the keys' scores and the sink.
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return [query_heads, queries, 1 + keys], the sinks before the scores of the keys.
 
     Args:
-        lse: [query_heads, queries], over the keys alone.
-        sinks: [query_heads].
+        scores: [query_heads, queries, keys].
+        sinks: Optional. [query_heads]. If None, they are -inf, which has no weight.
     """
-    return torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
+    heads, queries, _ = scores.shape
+    if sinks is None:
+        sinks = scores.new_full((heads,), -torch.inf)
+    column = sinks.to(scores.dtype)[:, None, None].expand(heads, queries, 1)
+    return torch.cat([column, scores], dim=2)

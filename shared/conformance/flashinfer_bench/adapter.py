@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..harness.canaries import unchanged
+from ..harness.expect import Disagreement
+from ..harness.passed_tensors import PassedTensors
 from ..harness.support import Support
 from .appends import append_in_parts
 from .calls import (
@@ -97,6 +100,21 @@ def load_solution(file: str) -> ModuleType:
     return module
 
 
+def _forms_of(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return what the tensors of some inputs are, without their contents."""
+    return {
+        name: (each.shape, each.stride(), each.dtype, each.device)
+        for name, each in inputs.items()
+        if isinstance(each, Tensor)
+    }
+
+
+@torch.inference_mode(False)
+def _clone(tensor: Tensor) -> Tensor:
+    """Return a copy that later calls can be written to in any mode."""
+    return tensor.clone()
+
+
 class SolutionCall:
     """Calls of the function of a solution.
 
@@ -108,15 +126,44 @@ class SolutionCall:
         self.solution = solution
         self.definition = solution.definition
         self.function = import_entry(solution)
+        self._last: dict[str, Any] = {}
+        self._passed = PassedTensors(())
 
     def run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the outputs for inputs in the definition's order, checked for shape and dtype."""
+        """Return the outputs for inputs in the definition's order, checked for shape and dtype.
+
+        Raises:
+            Disagreement: The solution has changed an input that is only read.
+            TypeError, ValueError: An output is not what the definition says.
+        """
+        inputs = self._in_last_tensors(inputs)
         given = self.prepare(inputs)
-        found = self.function(*given)
+        is_append = self.definition.family.operation == "reshape_and_cache"
+        with unchanged({} if is_append else inputs):
+            found = self.function(*given)
+        return self.outputs(inputs, given, found)
+
+    def outputs(
+        self, inputs: dict[str, Any], given: list[Any], found: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return both outputs of a call, checked for shape and dtype.
+
+        Args:
+            inputs: The inputs in the definition's order.
+            given: The arguments of the function.
+            found: What it returned.
+
+        Raises:
+            Disagreement: An argument refers to other memory than before.
+            TypeError, ValueError: An output is not what the definition says.
+        """
+        if changed := self._passed.changed_by(found):
+            right = "results in the memory that is passed"
+            raise Disagreement("the call", "as a whole", changed, right)
         outputs = self._outputs(given[-2:] if self.solution.fills_outputs else found)
         forms = self._forms(inputs)
         for (name, (shape, dtype)), each in zip(forms.items(), outputs, strict=True):
-            if not isinstance(each, Tensor):
+            if type(each) is not Tensor:
                 raise TypeError(f"{name} is {type(each).__name__}: expected a tensor")
             if each.shape != shape:
                 wrong = f"{SHAPE_OF} {name} = {list(each.shape)}"
@@ -124,6 +171,24 @@ class SolutionCall:
             if each.dtype != dtype:
                 raise TypeError(f"{DTYPE_OF} {name} = {each.dtype}: expected {dtype}")
         return outputs
+
+    def _in_last_tensors(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return inputs in the tensors of the last call, if those have the same forms.
+
+        So laws of repeated calls change contents at one address, as an engine does.
+        """
+        if _forms_of(inputs) != _forms_of(self._last):
+            self._last = {
+                name: _clone(each) if isinstance(each, Tensor) else each
+                for name, each in inputs.items()
+            }
+            return self._last
+        for name, each in inputs.items():
+            if isinstance(each, Tensor):
+                self._last[name].copy_(each)
+            else:
+                self._last[name] = each
+        return self._last
 
     def prepare(self, inputs: dict[str, Any]) -> list[Any]:
         """Return the arguments of the function. Outputs to fill are full of NaN."""
@@ -133,6 +198,7 @@ class SolutionCall:
                 given[0].new_full(shape, torch.nan, dtype=dtype)
                 for shape, dtype in self._forms(inputs).values()
             ]
+        self._passed = PassedTensors(given)
         return given
 
     def _forms(

@@ -11,6 +11,7 @@ Source:
 import re
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from .families import FAMILIES, Family
 REFERENCES = Path(__file__).parent / "references"
 DTYPE = "bfloat16"
 """The dtype of queries, caches and outputs of all definitions."""
+
+LARGEST, LARGEST_PRODUCT = 1024, 2**32
+"""Limits of the sizes in a name: the tensors of its workloads have to fit the memory."""
 
 AXES = {
     "batch_size": "Number of requests.",
@@ -265,10 +269,12 @@ def find_definition(name: str) -> Definition:
         sizes = tuple(int(each) for each in found.groups())
         definition = Definition(family, sizes)
         heads, kv_heads = sizes[0], definition.constants.get("num_kv_heads", 1)
-        if min(sizes) < 1 or heads % kv_heads:
+        is_large = max(sizes) > LARGEST or prod(sizes) > LARGEST_PRODUCT
+        if min(sizes) < 1 or is_large or heads % kv_heads:
             raise ValueError(
-                f"definition = {name!r}: expected sizes of at least 1, and a number of query"
-                " heads that is a multiple of the number of KV heads"
+                f"definition = {name!r}: expected sizes from 1 to {LARGEST}, a product of at most"
+                f" {LARGEST_PRODUCT:,}, and a number of query heads that is a multiple of the"
+                " number of KV heads"
             )
         return definition
     known = ", ".join(each.pattern for each in FAMILIES)

@@ -1,20 +1,45 @@
-"""Errors and latency of a solution on a workload, measured in the worker process."""
+"""Errors and latency of a solution on a workload, measured in the worker process.
 
-import time
+Each timed call has keys and values of its own, in the tensors of the call before it; queries and
+lengths are the same. What distinguishes the calls is drawn by the system after all other calls of
+the workload, so that no earlier call has seen it. Each result is kept, and judged after the last
+call: it must be nearest to the right one of its own call, and within its error budgets. A solution
+that stores results, computes after it has returned, or is less exact when it is timed, is found by
+this.
+"""
+
 from collections.abc import Callable
+from inspect import unwrap
+from random import SystemRandom
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..harness.expect import Disagreement
+from ..harness.interference import GUARD, expect_no_threads
 from .adapter import SolutionCall
 from .definitions import Definition
+from .timed_results import Outputs, doubled, expect_within_budgets
 from .workloads import Plan, inputs_of
 
-CALLS = 5
-"""Calls whose mean is the latency, after one that is not counted."""
+FACTORS = (-1.0, 1.0, 0.5, -0.5, 0.25, -0.25)
+"""Bounds of the factors of keys and values. Each head has them in a drawn order, one per call."""
+LEAST = 0.7
+"""The smallest share of its bound that a factor has."""
+CALLS = len(FACTORS) - 1
+"""Calls whose mean is the latency. The first call is not counted."""
+HEADS = ("num_kv_heads", "num_heads")
+"""Axes whose elements have factors of their own."""
+QUERIES = ("q", "q_nope", "q_pe")
+"""Inputs that are the same in all timed calls."""
 TINY = 1e-8
 """What FlashInfer-Bench adds to the denominator of a relative error."""
+
+Factors = dict[str, Tensor]
+"""Factors of inputs, by name."""
+Clock = Callable[[], float]
 
 
 def measure(
@@ -27,53 +52,188 @@ def measure(
         plan: The plan of a workload of its definition.
         device: The device of the tensors.
     """
-    call: SolutionCall = operation.__self__  # type: ignore[attr-defined]
+    call = _call_of(operation)
     inputs = inputs_of(call.definition, plan, device)
     run = load_reference(call.definition)
-    exact = {
-        name: each.double()
-        if isinstance(each, Tensor) and each.dtype.is_floating_point
-        else each
-        for name, each in inputs.items()
-    }
-    found, right = call.run(inputs), run(*exact.values())
+    right = run(*doubled(inputs).values())
+    found = call.run(inputs)
     absolute = relative = 0.0
     for one, other in zip(found, right, strict=True):
         error = (one.double() - other.double()).abs()
         absolute = max(absolute, float(error.nan_to_num(torch.inf).max()))
         share = error / (other.double().abs() + TINY)
         relative = max(relative, float(share.nan_to_num(torch.inf).max()))
+    return {"max_absolute_error": absolute, "max_relative_error": relative}
+
+
+def time_calls(
+    operation: Callable[..., Any], plan: Plan, device: torch.device
+) -> dict[str, float]:
+    """Return the latencies of a solution and of the reference, in ms, and their ratio.
+
+    Args:
+        operation, plan, device: As for `measure`.
+
+    Raises:
+        Disagreement: The result of a timed call is not that for the inputs of this call, or the
+            solution has left a thread that runs.
+        Exception: The solution raised an error, or an output has another form than before.
+    """
+    call = _call_of(operation)
+    definition, clock = call.definition, perf_counter
+    inputs = inputs_of(definition, plan, device)
     given = call.prepare(inputs)
-    latency = _mean_ms(lambda: call.function(*given), device)
-    baseline = _mean_ms(lambda: run(*inputs.values()), device)
-    return {
-        "max_absolute_error": absolute,
-        "max_relative_error": relative,
-        "latency_ms": latency,
+    results: list[Outputs] = []
+    seconds: list[float] = []
+    factors = draw_factors(definition)
+    for each in factors:
+        _copy_into(inputs, scaled(definition, plan, device, each))
+        with GUARD.around(definition.family.operation):
+            took, found = _timed(lambda: call.function(*given), device, clock)
+            # copied at once: what is written after the call has returned does not count
+            results.append(_copied(call.outputs(inputs, given, found)))
+        seconds.append(took)
+    run = load_reference(definition)
+    every = [scaled(definition, plan, device, each) for each in factors]
+    right = [run(*doubled(each).values()) for each in every]
+    expect_own_results(definition, results, right)
+    for number, (own, result) in enumerate(zip(every, results, strict=True)):
+        expect_within_budgets(definition, run, own, result, number)
+    expect_no_threads()
+    latency = sum(seconds[1:]) / CALLS
+    baseline = time_reference(definition, plan, device, clock)
+    return with_baseline({"latency_ms": latency * 1000}, baseline)
+
+
+def time_reference(
+    definition: Definition,
+    plan: Plan,
+    device: torch.device,
+    clock: Clock = perf_counter,
+) -> float:
+    """Return the mean latency of a definition's reference on a plan, in ms."""
+    run = load_reference(definition)
+    given = list(inputs_of(definition, plan, device).values())
+    waits = [_timed(lambda: run(*given), device, clock)[0] for _ in FACTORS]
+    return sum(waits[1:]) / CALLS * 1000
+
+
+def with_baseline(numbers: dict[str, float], latency_ms: float) -> dict[str, float]:
+    """Return measurements with the smallest latency of the reference that is known so far.
+
+    Args:
+        numbers: Measurements of a solution, among them its latency.
+        latency_ms: A latency of the reference.
+    """
+    known = numbers.get("reference_latency_ms", latency_ms)
+    baseline = min(known, latency_ms)
+    return numbers | {
         "reference_latency_ms": baseline,
-        "speedup_factor": baseline / latency,
+        "speedup_factor": baseline / numbers["latency_ms"],
     }
 
 
-def load_reference(definition: Definition) -> Callable[..., tuple[Tensor, Tensor]]:
+def expect_own_results(
+    definition: Definition, results: list[Outputs], right: list[Outputs]
+) -> None:
+    """Raise a Disagreement if a row of a result is nearer to the right row of another call.
+
+    Args:
+        definition: The definition whose outputs they are.
+        results: The results of calls of the same lengths with different numbers.
+        right: The results of the reference for the inputs of each call.
+    """
+    for output, name in enumerate(definition.outputs):
+        wanted = torch.stack([each[output].double().flatten(1) for each in right])
+        for call, result in enumerate(results):
+            found = result[output].double().flatten(1).nan_to_num(torch.inf)
+            # [calls, rows]: the distance of each row to the right one of each call
+            far = (found - wanted).abs().sum(2)
+            nearest = far.min(0).values
+            wrong = (far[call] > nearest) | far[call].isinf()
+            if wrong.any():
+                row = int(wrong.nonzero()[0])
+                element = int((found[row] - wanted[call, row]).abs().argmax())
+                raise Disagreement(
+                    f"{name} of a timed call, whose keys and values differ from those before",
+                    f"call {call}, row {row}, element {element}",
+                    f"{float(found[row, element]):.6g}",
+                    f"{float(wanted[call, row, element]):.6g}",
+                )
+
+
+def load_reference(definition: Definition) -> Callable[..., Outputs]:
     """Return the function `run` of a definition's reference."""
     names: dict[str, Any] = {}
     exec(definition.reference, names)
-    run: Callable[..., tuple[Tensor, Tensor]] = names["run"]
+    run: Callable[..., Outputs] = names["run"]
     return run
 
 
-def _mean_ms(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the mean duration of a call in milliseconds, with its kernels and without a queue."""
+def _call_of(operation: Callable[..., Any]) -> SolutionCall:
+    """Return the calls of a solution from its operation, which may be guarded."""
+    call: SolutionCall = unwrap(operation).__self__
+    return call
+
+
+def draw_factors(definition: Definition) -> list[Factors]:
+    """Return the factors of the keys and values, or partial results, of each timed call.
+
+    Args:
+        definition: The definition, whose inputs they are.
+
+    Returns:
+        For each call and input [heads, 1], or [1] for an input without heads.
+    """
+    pick = SystemRandom()
+    calls: list[Factors] = [{} for _ in FACTORS]
+    for name, axes in definition.inputs.items():
+        if axes is None or len(axes) < 3 or name in QUERIES:
+            continue
+        own = next((axis for axis in HEADS if axis in axes), None)
+        count = 1 if own is None else definition.constants[own]
+        orders = [pick.sample(FACTORS, len(FACTORS)) for _ in range(count)]
+        for call, factors in enumerate(calls):
+            drawn = [order[call] * pick.uniform(LEAST, 1.0) for order in orders]
+            factors[name] = torch.tensor(drawn)
+            if own is not None:
+                factors[name] = factors[name][:, None]
+    return calls
+
+
+def scaled(
+    definition: Definition, plan: Plan, device: torch.device, factors: Factors
+) -> dict[str, Any]:
+    """Return the inputs of a plan, some of them multiplied by factors and rounded."""
+    return {
+        name: (each * factors[name].to(device)).to(each.dtype)
+        if name in factors
+        else each
+        for name, each in inputs_of(definition, plan, device).items()
+    }
+
+
+def _copy_into(inputs: dict[str, Any], others: dict[str, Any]) -> None:
+    for name, each in others.items():
+        if isinstance(each, Tensor):
+            inputs[name].copy_(each)
+
+
+def _copied(outputs: Outputs) -> Outputs:
+    return outputs[0].clone(), outputs[1].clone()
+
+
+def _timed(
+    function: Callable[[], Any], device: torch.device, clock: Clock
+) -> tuple[float, Any]:
+    """Return the seconds of a call with its kernels and without a queue, and its result."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    function()
     wait()
-    begin = time.perf_counter()
-    for _ in range(CALLS):
-        function()
-        wait()
-    return (time.perf_counter() - begin) * 1000 / CALLS
+    begin = clock()
+    found = function()
+    wait()
+    return clock() - begin, found

@@ -201,8 +201,9 @@ def table_of_rows(rows: Sequence[Sequence[int]], width: int) -> Tensor:
     """Return [reqs, width] the block ids of each row, with garbage past its end."""
     table = torch.tensor(GARBAGE, dtype=torch.int32).repeat(len(rows), width)
     table = table[:, :width].contiguous()
-    for req, row in enumerate(rows):
-        table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
+    lens = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    ids = [block_id for row in rows for block_id in row]
+    table[torch.arange(width) < lens[:, None]] = torch.tensor(ids, dtype=torch.int32)
     return table
 
 

@@ -19,7 +19,7 @@ from .steps import (
     counts,
 )
 
-LONGEST = 24
+LONGEST = 70_000
 HARMLESS = {
     "slot_mapping": PAD_SLOT_ID,
     "seq_lens_tensor": 1,
@@ -59,7 +59,7 @@ class DecodeBatch:
             "num_encoder_tokens": 0,
             "cross_slot_mapping": torch.zeros(0, dtype=torch.int64, device=device),
             "cross_block_tables": counts(
-                range(500, 500 + reqs * self.cross_width), device
+                range(80_000, 80_000 + reqs * self.cross_width), device
             ).view(reqs, self.cross_width),
         }
         return SequenceAttentionMetadata(
@@ -69,7 +69,7 @@ class DecodeBatch:
             ),
             seq_lens_tensor=counts(self.lens, device),
             max_decode_seq_len=max(self.lens),
-            block_tables=counts(range(30, 30 + reqs * self.width), device).view(
+            block_tables=counts(range(90_000, 90_000 + reqs * self.width), device).view(
                 reqs, self.width
             ),
             **(crossed if has_encoder else {}),

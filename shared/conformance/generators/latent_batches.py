@@ -226,7 +226,7 @@ class LatentBatch:
         scores = torch.zeros_like(found.lse)
         scores[:, : self.tokens] = torch.cat([found.lse[:, :0], *largest], 1) * scale
         of_sizes = attend_by_hand(sizes, options, tokens).out
-        return Answer(found.out, found.lse, of_sizes, scores, found.lost, found.moved)
+        return replace(found, sizes=of_sizes, scores=scores)
 
 
 def empty_latent_cache(plan: LatentPlan, num_blocks: int) -> Tensor:

@@ -36,6 +36,8 @@ def rows_of_answer(answer: Answer, rows: list[int] | slice) -> Answer:
         answer.scores[:, rows],
         answer.lost[rows],
         answer.moved[rows],
+        answer.joined[rows],
+        answer.value_range[:, rows],
     )
 
 

@@ -9,7 +9,8 @@ slots of the keys to which each new token attends.
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, groupby
 from random import Random
 from typing import Any, TypeVar
 
@@ -23,6 +24,29 @@ from ..harness.expect import Disagreement, expect_same
 from .batches import table_of_rows
 
 Case = TypeVar("Case")
+MOST_LOGITS, LONGEST_ENCODER = 66_000, 160_000
+"""Maxima of `whole_step`, larger than what they bound."""
+FEW_IDS = 2**14
+"""Block ids that are drawn one by one."""
+
+
+class Runs(tuple[Any, ...]):
+    """A tuple of many values, made of and shown as runs of equal ones: (value, count).
+
+    Example:
+        `Runs((1, 3), (7, 1))` equals (1, 1, 1, 7).
+    """
+
+    def __new__(cls, *runs: tuple[Any, int]) -> "Runs":
+        """Return the values of all runs."""
+        return super().__new__(cls, [each for each, n in runs for _ in range(n)])
+
+    def __repr__(self) -> str:
+        runs = [(each, len(list(own))) for each, own in groupby(self)]
+        return f"Runs({', '.join(map(repr, runs))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Runs, tuple((each, 1) for each in self)
 
 
 @dataclass(frozen=True)
@@ -64,8 +88,15 @@ class Requests:
 
     def rows(self) -> list[list[int]]:
         """Return each request's block ids; some have one more than they need."""
+        return list(map(list, _rows_of(self)))
+
+    def _draw_rows(self) -> list[list[int]]:
         pick = Random(self.seed)
-        ids = pick.sample(range(1, 2**20), sum(self.seq_lens) + 2 * len(self.new))
+        count = sum(self.seq_lens) + 2 * len(self.new)
+        if count < FEW_IDS:
+            ids = pick.sample(range(1, 2**20), count)
+        else:  # an odd factor permutes the numbers below a power of two
+            ids = [each * 300_007 % 2**20 for each in range(1, count + 1)]
         if ids and pick.random() < 0.5:  # block 0 is a block like any other
             ids[-pick.randint(1, min(3, len(ids)))] = 0
         rows: list[list[int]] = []
@@ -108,6 +139,21 @@ class Requests:
                 ]
             )
         return found
+
+
+MANY = Requests(Runs((1, 298), (300, 1), (1, 1)), Runs((3, 299), (270, 1)))
+"""300 requests, one of them with 300 new tokens: no number of the step fits eight bits."""
+LONG = Requests((1, 2), (65_600, 70_000), 16)
+"""Sequences whose lengths do not fit 16 bits, with few new tokens."""
+PROMPT = Requests((65_600, 1), (300, 3), 16)
+"""More new tokens than fit 16 bits. What compares all pairs of tokens takes too long."""
+CROWD = Requests(Runs((0, 65_599), (2, 1)), Runs((0, 65_599), (3, 1)), 2)
+"""More requests than fit 16 bits. The last one has tokens."""
+
+
+@lru_cache(maxsize=8)
+def _rows_of(step: Requests) -> list[list[int]]:
+    return step._draw_rows()
 
 
 def draw_requests(pick: Random, most: int = 4, fewest: int = 0) -> Requests:
@@ -175,7 +221,9 @@ def encoder_lens(reqs: int) -> list[int]:
 def encoder_slots(step: Requests) -> list[list[int]]:
     """Return the slots of the encoder tokens of each request."""
     lens = encoder_lens(len(step.new))
-    return [[1000 * req + each for each in range(n)] for req, n in enumerate(lens)]
+    return [
+        [70_000 + 1000 * req + each for each in range(n)] for req, n in enumerate(lens)
+    ]
 
 
 def flags_of(step: Requests, salt: int) -> list[bool]:
@@ -189,7 +237,8 @@ def whole_step(
 ) -> CommonAttentionMetadata:
     """Return the metadata of a step with all fields set, without some that are named.
 
-    The optional fields hold different numbers, so that a mistaken field is detected.
+    The optional fields hold different numbers, so that a mistaken field is detected. None of them
+    fits 16 bits.
     """
     reqs = len(step.new)
     wanted = logits_of(step)
@@ -199,27 +248,29 @@ def whole_step(
         "causal": torch.tensor(flags_of(step, 1), dtype=torch.bool, device=device),
         "logits_indices_padded": torch.tensor([*wanted, *_padding(wanted)]),
         "num_logits_indices": len(wanted),
-        "max_logits_per_req": 50,
-        "encoder_seq_lens": counts([70 + req for req in range(reqs)], device),
-        "encoder_seq_lens_cpu": counts([70 + req for req in range(reqs)]),
-        "max_encoder_seq_len": 99,
+        "max_logits_per_req": MOST_LOGITS,
+        "encoder_seq_lens": counts([80_000 + req for req in range(reqs)], device),
+        "encoder_seq_lens_cpu": counts([80_000 + req for req in range(reqs)]),
+        "max_encoder_seq_len": LONGEST_ENCODER,
         "encoder_query_start_loc": counts([0, *accumulate(lens)], device),
         "encoder_query_start_loc_cpu": counts([0, *accumulate(lens)]),
         "cross_block_table_tensor": counts(
-            [500 + each for each in range(80 * reqs)], device
+            [100_000 + each for each in range(80 * reqs)], device
         ).view(reqs, 80),
         "cross_slot_mapping": torch.tensor(
             [slot for own in encoder_slots(step) for slot in own],
             dtype=torch.int64,
             device=device,
         ),
-        "dcp_local_seq_lens": counts([300 + req for req in range(reqs)], device),
-        "dcp_local_seq_lens_cpu": counts([300 + req for req in range(reqs)]),
+        "dcp_local_seq_lens": counts([90_000 + req for req in range(reqs)], device),
+        "dcp_local_seq_lens_cpu": counts([90_000 + req for req in range(reqs)]),
         "positions": torch.tensor(
-            [100 + each for each in step.positions()], dtype=torch.int64, device=device
+            [110_000 + each for each in step.positions()],
+            dtype=torch.int64,
+            device=device,
         ),
         "is_prefilling": torch.tensor(flags_of(step, 2), dtype=torch.bool),
-        "mm_req_doc_ranges": {req: [(req, req + 2)] for req in range(0, reqs, 2)},
+        "mm_req_doc_ranges": {req: [(req, req + 70_000)] for req in range(0, reqs, 2)},
         "tree_mask": tree.to(device),
     }
     for name in without:
@@ -336,9 +387,14 @@ def expect_rows(what: str, table: Tensor, rows: Sequence[Sequence[int]]) -> None
     """Raise a Disagreement if the rows of a block table do not begin with these ids."""
     expect_same(f"{what}, its element type", str(table.dtype), "torch.int32")
     expect_same(f"{what}, its rows", table.shape[0], len(rows))
-    for req, row in enumerate(rows):
-        found = table[req, : len(row)].tolist()
-        expect_same(f"row {req} of {what}", found, list(row))
+    for req, (found, row) in enumerate(zip(table.tolist(), rows, strict=True)):
+        expect_numbers(f"row {req} of {what}", found[: len(row)], list(row))
+
+
+def expect_numbers(what: str, found: Any, right: Any) -> None:
+    """Raise a Disagreement if lists of integers differ. Long ones are compared as a whole first."""
+    if found != right:
+        expect_same(what, found, right)
 
 
 def padded(values: Sequence[int], length: int, value: int = PAD_SLOT_ID) -> list[int]:

@@ -1,13 +1,14 @@
 """Traffic for a scheduler: requests that arrive over time, and a loop that serves them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from hypothesis import strategies as st
 
 from ...contract.scheduler_classes import Request, SchedulerOutput
+from .block_histories import EXTRA_KEYS
 
 STOP_TOKEN = 9
 
@@ -22,6 +23,9 @@ class Arrival:
         max_tokens: output tokens at most.
         family: requests of one family have equal prompts, up to the shorter length.
         stops_after: output tokens after which the stop token is sampled.
+        priority: as in `Request`.
+        extra: index of its extra keys.
+        aborted_in: Optional. The step in which a client aborts it. If None, none does.
     """
 
     step: int
@@ -29,6 +33,9 @@ class Arrival:
     max_tokens: int
     family: int = 0
     stops_after: int = 99
+    priority: int = 0
+    extra: int = 0
+    aborted_in: int | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -60,6 +67,11 @@ class Traffic:
         block_size: slots per block.
         token_budget: new tokens per step at most.
         max_running: running requests at most.
+        policy: order of admission.
+        window: Optional. The sliding window. If None, a request keeps all of its blocks.
+        is_abort_late: whether requests are aborted while a step is computed, not before it.
+        reset_in: Optional. The step before which the prefix cache is reset. If None, it is not.
+        resets_running: whether running requests are preempted for it.
     """
 
     arrivals: tuple[Arrival, ...]
@@ -67,29 +79,49 @@ class Traffic:
     block_size: int = 2
     token_budget: int = 8
     max_running: int = 4
+    policy: str = "fcfs"
+    window: int | None = None
+    is_abort_late: bool = False
+    reset_in: int | None = None
+    resets_running: bool = False
 
     @property
     def blocks_per_request(self) -> list[int]:
-        """Blocks that each request needs at most."""
-        return [
-            -(-(each.prompt_len + each.max_tokens - 1) // self.block_size)
+        """Blocks that each request needs at most, with the null block if there is a window."""
+        size = self.block_size
+        needed = [
+            -(-(each.prompt_len + each.max_tokens - 1) // size)
             for each in self.arrivals
         ]
+        if self.window is None:
+            return needed
+        # what a chunk attends to, and itself, from any slot of a block on
+        at_once = -(-(self.window - 1 + self.token_budget) // size) + 1
+        return [min(each, at_once) + 1 for each in needed]
 
     @property
     def enough_blocks(self) -> int:
         """Blocks in the cache that is used: enough for any one request."""
         return max(self.num_blocks, *self.blocks_per_request, 1)
 
+    def order(self, numbers: list[int]) -> list[int]:
+        """Return requests in the order of their priority and arrival, if that is the policy."""
+        if self.policy == "fcfs":
+            return numbers
+        return sorted(
+            numbers,
+            key=lambda number: (
+                self.arrivals[number].priority,
+                self.arrivals[number].step,
+                number,
+            ),
+        )
 
-@st.composite
-def traffics(draw: st.DrawFn) -> Traffic:
-    """Return traffic; in most cases the cache is too small for all requests at once.
 
-    All values are derived from one seed. If they are drawn one by one, Hypothesis repeats a few
-    values of each, and few requests are preempted while others are recomputed.
-    """
-    pick = Random(draw(st.integers(0, 2**20)))
+def traffic_of(seed: int) -> Traffic:
+    """Return traffic; in most cases the cache is too small for all requests at once."""
+    pick = Random(seed)
+    has_keys, has_aborts = pick.random() < 0.3, pick.random() < 0.3
     arrivals = tuple(
         Arrival(
             pick.choice([0, 0, 0, 1, 2, 5]),
@@ -97,6 +129,9 @@ def traffics(draw: st.DrawFn) -> Traffic:
             pick.choice([1, 2, 3, 6, 8]),
             pick.choice([0, 0, 1, 2]),
             pick.choice([99, 99, 99, 0, 1]),
+            pick.choice([0, 0, 1, 2, -1]),
+            pick.choice([0, 0, 1, 5, 6]) if has_keys else 0,
+            pick.choice([None, 0, 1, 2, 3, 6]) if has_aborts else None,
         )
         for _ in range(pick.randint(1, 6))
     )
@@ -106,7 +141,39 @@ def traffics(draw: st.DrawFn) -> Traffic:
         block_size=pick.choice([1, 2, 2, 3, 4]),
         token_budget=pick.choice([1, 2, 3, 5, 8, 64]),
         max_running=pick.choice([1, 2, 3, 8]),
+        policy=pick.choice(["fcfs", "fcfs", "priority"]),
+        window=pick.choice([None, None, None, 1, 2, 4, 5]),
+        is_abort_late=pick.choice([False, True]),
+        reset_in=pick.choice([None, None, None, 0, 1, 2, 3, 5]),
+        resets_running=pick.choice([False, True]),
     )
+
+
+def traffics() -> st.SearchStrategy[Traffic]:
+    """Return traffics, each derived from one seed.
+
+    If their values are drawn one by one, Hypothesis repeats a few values of each, and few requests
+    are preempted while others are recomputed.
+    """
+    return st.integers(0, 2**20).map(traffic_of)
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """What a client did between two steps, or while one was computed.
+
+    Args:
+        aborted: the requests that are to be aborted, and what `finish_requests` returned.
+        unfinished: the requests of the scheduler before.
+        was_reset: what `reset_prefix_cache` returned. None if it was not called.
+        running, waiting: ids of the requests before the reset, in order.
+    """
+
+    aborted: tuple[list[int], Any]
+    unfinished: list[int]
+    was_reset: Any = None
+    running: list[Any] = field(default_factory=list)
+    waiting: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,6 +184,7 @@ class ServedStep:
         scheduler: the candidate's scheduler; its step is scheduled and not yet updated.
         manager: the block manager that it uses.
         output: the step.
+        before: what a client did since the last step was scheduled.
         running: ids of the running requests before the step, in order.
         waiting: ids of the waiting requests before the step, in order.
         computed: tokens of each request that were in the cache before the step.
@@ -127,17 +195,40 @@ class ServedStep:
     scheduler: Any
     manager: Any
     output: SchedulerOutput
+    before: list[Interruption]
     running: list[Any]
     waiting: list[Any]
     computed: dict[Any, int]
     recomputable: dict[Any, int]
     rows: dict[Any, list[int]]
 
+    @property
+    def preempted(self) -> list[Any]:
+        """Requests that lost their blocks because too few were left."""
+        return self.output.preempted_req_ids[len(self.reset) :]
+
+    @property
+    def reset(self) -> list[Any]:
+        """Requests that lost their blocks to a reset of the prefix cache, the last one first."""
+        return [
+            number
+            for event in self.before
+            for number in reversed(event.running)
+            if event.was_reset
+        ]
+
 
 def make_requests(traffic: Traffic) -> list[Request]:
     """Return the requests of some traffic; their ids are their indices."""
     return [
-        Request(number, each.prompt, each.max_tokens, [STOP_TOKEN])
+        Request(
+            number,
+            each.prompt,
+            each.max_tokens,
+            [STOP_TOKEN],
+            each.priority,
+            EXTRA_KEYS[each.extra],
+        )
         for number, each in enumerate(traffic.arrivals)
     ]
 
@@ -153,7 +244,9 @@ def serve(
         traffic: what arrives when, and the limits.
         requests: of `make_requests`; modified.
     """
-    scheduler = make_scheduler(manager, traffic.token_budget, traffic.max_running)
+    scheduler = make_scheduler(
+        manager, traffic.token_budget, traffic.max_running, traffic.policy
+    )
     order = sorted(
         range(len(requests)), key=lambda number: traffic.arrivals[number].step
     )
@@ -161,9 +254,14 @@ def serve(
     limit = 50 + 20 * sum(
         each.prompt_len + each.max_tokens for each in traffic.arrivals
     )
+    before: list[Interruption] = []
     for step in range(limit):
         while order and traffic.arrivals[order[0]].step <= step:
             scheduler.add_request(requests[order.pop(0)])
+        if step == traffic.reset_in:
+            before.append(_reset(scheduler, traffic))
+        if not traffic.is_abort_late:
+            before.append(_abort(scheduler, traffic, step))
         if not scheduler.num_unfinished_requests:
             if not order:
                 return
@@ -174,8 +272,19 @@ def serve(
         rows = {number: manager.get_block_ids(number) for number in running}
         output = scheduler.schedule()
         yield ServedStep(
-            scheduler, manager, output, running, waiting, computed, dict(most), rows
+            scheduler,
+            manager,
+            output,
+            before,
+            running,
+            waiting,
+            computed,
+            dict(most),
+            rows,
         )
+        before = []
+        if traffic.is_abort_late:
+            before.append(_abort(scheduler, traffic, step))
         sampled = {}
         for each in output.scheduled_requests:
             number = each.request.request_id
@@ -186,3 +295,27 @@ def serve(
                 sampled[number] = traffic.arrivals[number].sample(each.request)
         scheduler.update_from_output(output, sampled)
     raise AssertionError(f"not all requests are finished after {limit} steps")
+
+
+def _unfinished(scheduler: Any) -> list[Any]:
+    return [each.request_id for each in (*scheduler.running, *scheduler.waiting)]
+
+
+def _abort(scheduler: Any, traffic: Traffic, step: int) -> Interruption:
+    """Abort the requests whose clients go in a step."""
+    unfinished = _unfinished(scheduler)
+    numbers = [
+        number
+        for number, each in enumerate(traffic.arrivals)
+        if each.aborted_in == step
+    ]
+    return Interruption((numbers, scheduler.finish_requests(numbers)), unfinished)
+
+
+def _reset(scheduler: Any, traffic: Traffic) -> Interruption:
+    """Reset the prefix cache."""
+    unfinished = _unfinished(scheduler)
+    running = [each.request_id for each in scheduler.running]
+    waiting = [each.request_id for each in scheduler.waiting]
+    was_reset = scheduler.reset_prefix_cache(traffic.resets_running)
+    return Interruption(([], []), unfinished, was_reset, running, waiting)

@@ -5,6 +5,7 @@ output that is not declared, such as the log-sum-exp, is not requested. The othe
 checked.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,6 +16,7 @@ from ...contract.budgets import judge_rows
 from ..generators.batches import NAN
 from ..generators.options import Call
 from ..oracles.brute_force import Answer, judge_log_sum_exp
+from .canaries import expect_own_memory, unchanged
 from .expect import Disagreement, budgets, expect_same
 from .law import Setting
 from .pictures import Failure
@@ -48,7 +50,12 @@ def declared(setting: Setting, call: Call) -> Call:
     return call
 
 
-def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
+def run_call(
+    setting: Setting,
+    call: Call,
+    out: Tensor | None = None,
+    is_guarded: bool = False,
+) -> Result:
     """Return the candidate's result of a call.
 
     Args:
@@ -56,6 +63,7 @@ def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
         call: The call. It determines whether an output and a log-sum-exp are passed.
         out: Optional. The output tensor. If None and the call passes an output, one in the call's
             form is allocated, full of NaN.
+        is_guarded: Whether the memory around the arguments cannot be read.
 
     Raises:
         OutsideSupport: The call is outside of the candidate's declared support.
@@ -72,11 +80,18 @@ def run_call(setting: Setting, call: Call, out: Tensor | None = None) -> Result:
     if call.wants_lse:
         given["lse"] = torch.full((heads, tokens), NAN, device=call.query.device)
     operation = getattr(setting.candidate, call.operation)
-    found = operation(**call.keywords, **given)
+    with nullcontext() if is_guarded else unchanged(call.arguments):
+        found = operation(**call.keywords, **given)
+    if type(found) is not Tensor:
+        raise Disagreement("output", "as a whole", type(found).__name__, "a Tensor")
     if "out" in given and found is not given["out"]:
         if not isinstance(found, Tensor) or found.data_ptr() != given["out"].data_ptr():
             raise Disagreement("output", "as a whole", "another tensor", "out")
         found = given["out"]
+    if "out" not in given:
+        inputs = call.arguments.items()
+        tensors = {name: each for name, each in inputs if isinstance(each, Tensor)}
+        expect_own_memory("output", found, **tensors)
     expect_same("shape of the output", list(found.shape), [tokens, heads, size])
     expect_same("dtype of the output", found.dtype, call.out_dtype or call.dtype)
     expect_same("device of the output", found.device.type, call.query.device.type)
@@ -111,8 +126,8 @@ def expect_right(
     answer = call.answer() if answer is None else answer
     if is_joined:
         same, _ = call.run_into(setting.truth, None, False, compute_dtype=call.dtype)
-        joined = (answer.sizes, answer.lse.T, answer.lost, answer.moved)
-        verdict = judge_rows(out.cpu(), answer.out, same.cpu(), call.dtype, *joined)
+        terms = answer.terms(is_joined)
+        verdict = judge_rows(out.cpu(), answer.out, same.cpu(), call.dtype, *terms)
     else:
         verdict = call.judge(out, answer, setting.truth)
     if not verdict.ok:

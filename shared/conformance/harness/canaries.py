@@ -5,7 +5,7 @@ allocations: the elements that had to change, and all other bytes, which had not
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,3 +92,27 @@ def expect_rejection_without_writes(
     """
     with kept(**tensors), checked_values():
         expect_rejection(what, call)
+
+
+MOST_BYTES = 1 << 30
+"""Bytes of memory that is copied before each call. Laws of addresses of 64 bits have more."""
+
+
+@contextmanager
+def unchanged(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Raise a Disagreement if a call changes an argument, from which the right result follows.
+
+    Args:
+        arguments: Of the call, by name. Memory of more than MOST_BYTES is not compared.
+    """
+    kept: dict[int, tuple[str, Tensor, Tensor]] = {}
+    for name, tensor in arguments.items():
+        if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            memory = memory_of(tensor)
+            is_new = memory.data_ptr() not in kept
+            if is_new and 0 < memory.numel() <= MOST_BYTES:
+                kept[memory.data_ptr()] = name, memory, memory.clone()
+    yield
+    for name, memory, before in kept.values():
+        if not torch.equal(memory, before):
+            expect_same(f"memory of {name}, which is only read", memory, before.cpu())

@@ -33,6 +33,8 @@ from ...contract.operations import (
 )
 from ...engine.triton_versions import repair_loaded_interpreter
 from .fatal import fatal_status
+from .interference import GUARD, TWINS, guard_operations
+from .support import OutsideSupport as OutsideSupport
 from .support import Support as Support
 from .support import bounds_of, converted
 
@@ -41,10 +43,6 @@ BATCH_INVARIANT = "batch_invariant"
 NO_LIMITS = Support()
 CLAIMS = ("rejects shapes", "rejects contents", BATCH_INVARIANT)
 """Properties that a law may require and that a correct implementation may lack."""
-
-
-class OutsideSupport(NotImplementedError):
-    """A call is outside of the candidate's declared support: it was not made, or it raised."""
 
 
 class Candidate:
@@ -60,6 +58,8 @@ class Candidate:
             to OutsideSupport.
         device: Optional. The device of the tensors. On CUDA each call is synchronized, so that an
             error of a kernel is raised by the call that launched it.
+        is_guarded: Whether the functions of the suite are compared with those from before the
+            candidate was imported.
     """
 
     def __init__(
@@ -69,12 +69,14 @@ class Candidate:
         support: Support,
         goes_outside: bool = False,
         device: torch.device | None = None,
+        is_guarded: bool = False,
     ) -> None:
         self.name = name
         self.operations = operations
         self.support = support
         self.goes_outside = goes_outside
         self.device = device
+        self.is_guarded = is_guarded
         self._accesses = [0]
         self._calls = [0]
         self._calls_outside = [0]
@@ -273,6 +275,9 @@ def load_candidate(name: str) -> Candidate:
         FileNotFoundError, ModuleNotFoundError: The module or file does not exist.
         ValueError: It has none of the operations, or its SUPPORT is not a `Support`.
     """
+    given = name
+    if given not in TWINS:
+        GUARD.start()
     name, top = _import(name)
     # its kernels may run in the interpreter; this package's own are repaired when they are launched
     repair_loaded_interpreter()
@@ -294,6 +299,8 @@ def load_candidate(name: str) -> Candidate:
         for name, each in operations.items()
         if not is_undeclared(name, support)
     }
+    if GUARD.guards(given):
+        return Candidate(name, guard_operations(declared), support, is_guarded=True)
     return Candidate(name, declared, support)
 
 

@@ -3,8 +3,8 @@
 `tried.jsonl` has one line per finished job: some batches of a signature, or a law on one seed.
 Lines are only appended. So a run that is ended at any moment loses nothing but the job that was
 running, and the next run continues with what has no line. `corpus.json` has one failure per
-symptom, each with a program that reproduces it. `summary.json` and `summary.md` count everything
-that was tried.
+new symptom, each with a program that reproduces it. It stays there while it fails. `summary.json`
+and `summary.md` count everything that was tried.
 """
 
 import json
@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..generators.signatures import VERSION
-from .report import SEVERITIES, Report, Result, Status, severity_of
+from .report import AGAIN, SEVERITIES, Report, Result, Status, severity_of
 
 CORPUS = Path(".pagetwin") / "fuzz"
 """Default folder of the corpora."""
@@ -68,9 +67,9 @@ class Corpus:
 
     def __init__(self, folder: Path, implementation: str) -> None:
         self.folder = folder / re.sub(r"\W+", "_", implementation).strip("_")
+        _check_writable(self.folder)
         self.lines: list[Line] = list(self._read_lines())
         self.failures: list[Result] = self._read_failures()
-        _check_writable(self.folder)
         self._complete()
 
     def tried_batches(self) -> dict[tuple[str, int], int]:
@@ -111,7 +110,7 @@ class Corpus:
 
         Args:
             report: Makes the programs.
-            failures: One result per symptom, the most severe first.
+            failures: One result per new symptom, the most severe first, and those that stay.
 
         Returns:
             The programs.
@@ -177,6 +176,9 @@ class Corpus:
         file = self.folder / TRIED
         if not file.exists():
             return
+        # imported here, because it imports torch: a new corpus is judged without it
+        from ..generators.signatures import VERSION
+
         for text in file.read_text(encoding="utf-8").split("\n"):
             if not text:
                 continue
@@ -251,10 +253,16 @@ def summary_markdown(implementation: str, summary: dict[str, Any]) -> str:
 def _check_writable(folder: Path) -> None:
     """Raise if no file can be written in a folder, before anything is computed."""
     existing = folder
-    while not existing.exists():
+    # unlike `exists`, it does not raise for a name that is too long
+    while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
         raise NotADirectoryError(f"corpus = {folder}: {existing} is not a folder")
+    longest = max(len(os.fsencode(each)) for each in folder.parts)
+    if longest > (most := os.pathconf(existing, "PC_NAME_MAX")):
+        raise ValueError(
+            f"corpus = {folder}: a name of {longest} bytes, expected at most {most}"
+        )
     try:
         # the only reliable test, also on a read-only or full file system
         with tempfile.TemporaryFile(dir=existing):
@@ -304,5 +312,7 @@ def _words(report: Report, result: Result) -> str:
         )
     if result.message:
         told.append(result.message)
+    if again := result.details.get(AGAIN):
+        told.append(again)
     words = "\n\n".join(told).replace("\\", "\\\\").replace('"""', "'''")
     return f'"""{words}\n"""\n\n{report.reproducer(result)}'

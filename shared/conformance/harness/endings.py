@@ -48,7 +48,10 @@ class Endings:
             (self._unfinished, Status.UNFINISHED, "did not end their first case"),
         ):
             for key, count in list(counts.items()):
-                if count < ENDINGS or key in self._judged or not key <= set(law.needs):
+                # a law that needs no operation by name tries all of them
+                is_judged = key in self._judged if law.needs else bool(self._judged)
+                is_about = not law.needs or key <= set(law.needs)
+                if count < ENDINGS or is_judged or not is_about:
                     continue
                 reason = f"{ENDINGS} laws of {', '.join(sorted(key))} {words}"
                 return Result(law.name, law.area, status, reason=reason)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...contract.budgets import judge_rows
-from .candidate import OutsideSupport
 from .pictures import Failure
+from .support import OutsideSupport
 
 INPUT_ERRORS = (ValueError, IndexError, TypeError, NotImplementedError, KeyError)
 """Errors that report invalid input."""
@@ -95,7 +95,9 @@ def expect_budget(
     exact: Tensor,
     same_dtype: Tensor,
     magnitude: Tensor | None = None,
-    joined_lse: Tensor | None = None,
+    lost_in_sums: Tensor | None = None,
+    moved_by_scores: Tensor | None = None,
+    value_range: Tensor | None = None,
 ) -> None:
     """Raise a Disagreement if a row exceeds its error budget (`shared.contract.budgets`).
 
@@ -103,14 +105,17 @@ def expect_budget(
         what: The result that is compared, in words.
         found: [rows, ...] The candidate's result.
         exact: [rows, ...] The exact result in float64.
-        same_dtype: [rows, ...] The result of plain torch in the candidate's dtype.
-        magnitude, joined_lse: Arguments of `judge_rows`.
+        same_dtype: [rows, ...] The result of plain torch in the dtype that the candidate's result
+            must have.
+        magnitude, lost_in_sums, moved_by_scores, value_range: Arguments of `judge_rows`.
     """
     if found.shape != exact.shape:
         raise Disagreement(what, "its shape", list(found.shape), list(exact.shape))
+    if found.dtype != same_dtype.dtype:
+        raise Disagreement(what, "its dtype", found.dtype, same_dtype.dtype)
     on_host = [
         None if each is None else each.cpu()
-        for each in (same_dtype, magnitude, joined_lse)
+        for each in (same_dtype, magnitude, lost_in_sums, moved_by_scores, value_range)
     ]
     found, exact = found.cpu(), exact.cpu()
     assert on_host[0] is not None

@@ -18,8 +18,9 @@ from typing import Any
 from hypothesis.strategies import SearchStrategy
 
 from ..generators.signatures import VERSION
+from .again import try_symptoms_again
 from .corpus import CORPUS, Corpus, Line, check_numbers
-from .gpus import gpus_of_workers
+from .gpus import check_workers, gpus_of_workers
 from .law import Law
 from .poison import explain_nans
 from .report import Report, Result, Status
@@ -28,14 +29,20 @@ from .worker import SECONDS_OF_A_LAW, Job, Worker, signatures_on
 
 AREA = "signatures"
 """Area of the laws that are tried on many batches of one signature."""
+FIRST = "repeated_calls"
+"""Area of the laws that are tried before all others: a batch of a signature is called once only."""
 BATCHES = 256
 """Batches of a signature, by default."""
 BATCHES_AT_ONCE = 32
 """Batches of a job: what is lost if a run is ended by force. On CUDA eight times as many."""
 SHARE_OF_LAWS = 0.1
 """Share of the time that the other laws get."""
+RIGHT = (Status.HELD, Status.OUTSIDE)
+"""Statuses of a stored case that no longer fails. One that is not finished may still fail."""
 ALIKE = 3
 """Signatures that may fail alike before the law is not tried on further ones."""
+SECONDS_AGAIN = 120.0
+"""Time limit of the failing inputs that are tried again in fresh processes."""
 UNEXPLAINED = 4
 """Failures with NaN whose cause is searched."""
 
@@ -111,9 +118,8 @@ def fuzz_implementation(
             corpus cannot be read, or a number is out of range.
         PermissionError, NotADirectoryError: The corpus cannot be written.
     """
-    check_numbers(
-        minutes, examples=examples, workers=workers, batches=batches, cases=cases
-    )
+    check_workers(workers)
+    check_numbers(minutes, examples=examples, batches=batches, cases=cases)
     laws = choose_laws(only)
     device = choose_device(device)
     run = Fuzzing(implementation, device)
@@ -145,7 +151,7 @@ def fuzz_implementation(
                     raise
         finally:
             run.seconds = time.monotonic() - began
-            _finish(run, stored, laws, drawing)
+            _finish(run, stored, laws, drawing, seen)
     return run
 
 
@@ -165,10 +171,14 @@ def _try_stored(
             continue
         job = Job(failure.law, case=failure.case)
         result = worker.try_law(job, by_name[failure.law].area)
-        if result.ok:
+        if result.status in RIGHT:
+            # a failure that depends on earlier calls may come back in a fresh process
+            worker.stop()
+            result = worker.try_law(job, by_name[failure.law].area)
+        if result.status in RIGHT:
             run.fixed.append(failure.law)
         else:
-            still.append(result)
+            still.append(failure if result.ok else result)
         on_result(run, result)
     return still
 
@@ -198,7 +208,8 @@ class _Drawing:
         self.corpus, self.device = corpus, device
         self.examples, self.batches, self.left = examples, batches, cases
         self.signed = [law for law in laws if law.area == AREA]
-        self.others = [law for law in laws if law.area != AREA]
+        others = [law for law in laws if law.area != AREA]
+        self.others = sorted(others, key=lambda law: law.area != FIRST)
         self.tried = corpus.tried_batches()
         self.seeds = corpus.next_seeds()
         self.failures = list(failures)
@@ -222,6 +233,7 @@ class _Drawing:
         with self.lock:
             total = self.spent["laws"] + self.spent["signatures"]
             is_due = self.spent["laws"] <= SHARE_OF_LAWS * total
+            is_due |= self.at_law < sum(law.area == FIRST for law in self.others)
             if self.signed and not is_due:
                 return None
             for _ in range(len(self.others)):
@@ -381,16 +393,37 @@ def _work(
 
 
 def _finish(
-    run: Fuzzing, stored: Corpus, laws: Sequence[Law], drawing: _Drawing
+    run: Fuzzing,
+    stored: Corpus,
+    laws: Sequence[Law],
+    drawing: _Drawing,
+    still: Sequence[Result],
 ) -> None:
-    """Write the corpus, and the results into the run."""
+    """Write the corpus, and the results into the run.
+
+    Args:
+        run: The run. It is modified.
+        stored: The corpus.
+        laws: The laws of the run.
+        drawing: What was tried.
+        still: The failures of the corpus that still fail or were not tried, which are the first
+            ones of `drawing`.
+    """
+    new = drawing.failures[len(still) :]
+    found = [*still]
+    if new:
+        worker = Worker(run.implementation, run.device, SECONDS_OF_A_LAW)
+        found += try_symptoms_again(worker, new, SECONDS_AGAIN)
     failures = []
-    for number, each in enumerate(drawing.failures):
+    for number, each in enumerate(found):
         if number < UNEXPLAINED and not each.cause:
             (each,) = explain_nans(run.implementation, run.device, [each])
         failures.append(each)
     everything = Report(run.implementation, run.device, tuple(failures))
     run.failures = [symptom.first for symptom in everything.symptoms()]
+    # what is stored stays while it fails, also if another failure is like it now
+    stay = [*run.failures, *failures[: len(still)]]
+    kept = {(each.law, each.case, each.symptom): each for each in stay}
     broken = {each.law for each in run.failures}
     held = [
         drawing.results[law.name]
@@ -404,5 +437,5 @@ def _finish(
         {"cases": run.cases, "signatures": run.signatures},
     )
     run.missing = [law.name for law in laws if law.name in drawing.missing]
-    run.programs = stored.write(run.report, run.failures)
+    run.programs = stored.write(run.report, list(kept.values()))
     run.summary = stored.summary()

@@ -1,9 +1,29 @@
-"""GPUs of worker processes: the value of CUDA_VISIBLE_DEVICES of each process."""
+"""Worker processes: how many of them there may be, and the GPUs that each of them can use."""
 
 import os
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 """The variable that a process reads when it uses CUDA for the first time."""
+
+
+MOST_WORKERS = 8
+"""Processes that any machine may be asked for. Each of them takes some 200 MB."""
+
+
+def most_workers() -> int:
+    """Return the largest number of worker processes: two per core, or MOST_WORKERS."""
+    return max(MOST_WORKERS, 2 * (os.cpu_count() or 1))
+
+
+def check_workers(workers: int) -> None:
+    """Raise if this machine cannot run such a number of processes."""
+    if workers < 1:
+        raise ValueError(f"workers = {workers}: expected at least 1")
+    if workers > most_workers():
+        raise ValueError(
+            f"workers = {workers}: expected at most {most_workers()}, which is two per core of"
+            f" this machine, or {MOST_WORKERS}"
+        )
 
 
 def visible_gpus() -> list[str]:

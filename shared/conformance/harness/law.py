@@ -63,8 +63,9 @@ class Law:
         name: Its sentence.
         area: Its subject, which the laws of one file share.
         needs: Operations that the candidate must have.
-        cases: The cases on which it is tried.
+        cases: The cases on which it is tried, after those of `edges`.
         body: Function of a Setting and a case. It raises if the law is broken.
+        edges: Cases that are always tried first, before those that are drawn.
         claim: Optional. One of `candidate.CLAIMS`; the law applies only to candidates that claim
             it. If None, the law applies to every candidate that has the operations.
     """
@@ -75,13 +76,16 @@ class Law:
     cases: Cases
     body: Callable[[Setting, Any], None]
     claim: str | None = None
+    edges: tuple[Any, ...] = ()
 
 
 LAWS: list[Law] = []
 """All laws, in the order in which the files of laws are imported."""
 
 
-def law(*needs: str, cases: Cases, claim: str | None = None) -> Callable[[Body], Body]:
+def law(
+    *needs: str, cases: Cases, claim: str | None = None, edges: Sequence[Any] = ()
+) -> Callable[[Body], Body]:
     """Return a decorator that registers a function as a law. Its name is the law's sentence.
 
     Args:
@@ -89,6 +93,8 @@ def law(*needs: str, cases: Cases, claim: str | None = None) -> Callable[[Body],
         cases: The cases on which the law is tried. `repr` of a case must be a Python expression
             that creates an equal case.
         claim: Optional. A claim that the candidate must make. If None, no claim is needed.
+        edges: Cases that are always tried, before all others. So a fault at an edge that few of
+            the drawn cases have is found with any seed.
     """
     if claim is not None and claim not in CLAIMS:
         raise ValueError(f"claim = {claim!r}: expected one of {', '.join(CLAIMS)}")
@@ -98,7 +104,7 @@ def law(*needs: str, cases: Cases, claim: str | None = None) -> Callable[[Body],
         sentence = body.__name__.replace("_", " ")
         if any(each.name == sentence for each in LAWS):
             raise ValueError(f"law {sentence!r}: expected one of that name")
-        LAWS.append(Law(sentence, area, needs, cases, body, claim))
+        LAWS.append(Law(sentence, area, needs, cases, body, claim, tuple(edges)))
         return body
 
     return register

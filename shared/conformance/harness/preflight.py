@@ -137,7 +137,14 @@ def _check_exists(implementation: str) -> None:
             )
         return
     top = implementation.partition(".")[0]
-    if not top.isidentifier() or not (
+    if not top.isidentifier() or Path(implementation).is_file():
+        is_folder = Path(implementation).is_dir()
+        what = "is a folder" if is_folder else "is neither a module nor a .py file"
+        raise ModuleNotFoundError(
+            f"implementation = {implementation!r} {what}: expected reference, optimized, the"
+            " dotted name of a module or package, or a .py file"
+        )
+    if not (
         Path(top).is_dir()
         or Path(f"{top}.py").is_file()
         or importlib.util.find_spec(top) is not None

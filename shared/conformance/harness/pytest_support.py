@@ -16,8 +16,9 @@ from functools import cache
 from typing import Any, TypeVar
 
 from .law import Law
+from .law_names import check_known
 from .report import Report, Result, Status
-from .runner import check_known_failures, choose_device, choose_laws, with_known
+from .runner import choose_device, choose_laws, with_known
 from .worker import SECONDS_OF_A_LAW, Job, Worker, signatures_on
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -125,7 +126,8 @@ def parametrize_with_laws(
     """
     import pytest
 
-    known = check_known_failures(known_failures)
+    known = dict(known_failures or {})
+    check_known(known)
     laws = choose_laws(only)
     worker = _worker(implementation, choose_device(device), seconds_of_a_law)
     tries = [

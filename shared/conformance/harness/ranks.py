@@ -8,6 +8,7 @@ forever raise an error.
 
 import threading
 from collections.abc import Callable
+from copy import copy
 from random import Random
 from typing import Any, TypeVar
 
@@ -50,6 +51,12 @@ class _LocalRanks(RankGroup):
         super().__init__(device=meeting.device)
         self.rank, self.world_size, self.backend = rank, meeting.world_size, "local"
         self._meeting = meeting
+
+    def __deepcopy__(self, memo: object) -> "_LocalRanks":
+        """Return a copy whose collectives raise: the ranks wait for the group itself."""
+        found = copy(self)
+        found._meeting = _Meeting(0, 0, self.device)
+        return found
 
     def _run(
         self, name: str, collective: Callable[..., Any], out: Tensor, tensor: Tensor
@@ -136,6 +143,8 @@ class _Meeting:
 
     def arrive(self, rank: int, given: tuple[str, Tensor, Tensor]) -> None:
         """Wait with the tensors of a collective until all ranks have exchanged theirs."""
+        if rank >= self.world_size:
+            raise RankError(f"rank {rank}: this group is a copy", rank, 0, ())
         self._arrived[rank] = given
         # one for all threads, and another rank may have changed it when this one continues
         default = torch.get_default_dtype()
@@ -170,6 +179,7 @@ class _Meeting:
             raise Disagreement(
                 "collectives", "of the ranks", sorted(map(str, names | shapes)), "one"
             )
+        self._wait_for_streams()  # each rank may use a stream of its own
         sent = [arrived[rank][2].clone() for rank in range(self.world_size)]
         for rank, (name, out, _) in arrived.items():
             if name == "all-gather":
@@ -179,3 +189,8 @@ class _Meeting:
             else:
                 parts = torch.stack([each[rank] for each in sent])
                 out.copy_(parts if name == "all-to-all" else parts.sum(0))
+        self._wait_for_streams()
+
+    def _wait_for_streams(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

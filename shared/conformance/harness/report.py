@@ -56,7 +56,8 @@ class Result:
             reached the output, for instance.
         details: What else is known, as numbers and words: "picture" is what `pictures.py` draws of
             a failure; "signature", "counts" and "seconds" describe the batches of a signature;
-            "note" is a sentence about something that is not a failure.
+            "note" is a sentence about something that is not a failure; "again" says what a failing
+            input did when it was tried again, if it was something else.
     """
 
     law: str
@@ -97,14 +98,14 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """One sentence about the failure."""
-        if self.cause or self.message:
-            return self.cause or self.message
-        if self.what:
-            return (
+        """One sentence about the failure, and what its input did when it was tried again."""
+        found = self.cause or self.message
+        if not found and self.what:
+            found = (
                 f"{self.what}, {self.where}: found {self.found}, right is {self.right}"
             )
-        return self.reason
+        again = self.details.get(AGAIN)
+        return "; ".join(each for each in (found or self.reason, again) if each)
 
     @property
     def raises(self) -> bool:
@@ -124,8 +125,8 @@ class Result:
         if self.cause:
             return _kind_of_cause(self.cause)
         if self.message:
-            return _without_numbers(self.message)
-        what = _without_numbers(self.what)
+            return without_numbers(self.message)
+        what = without_numbers(self.what)
         kind = _kind_of_value(self.found, self.right)
         if kind == "a number instead of a number":
             kind = "outside of its error budget" if "budget" in self.where else "wrong"
@@ -147,6 +148,8 @@ def unfinished(result: Result, during: str = "") -> Result:
     return replace(result, status=Status.UNFINISHED, case=during, reason=reason)
 
 
+AGAIN = "again"
+"""Name in `Result.details` of what happened when an input was tried again."""
 SEVERITIES = (
     "ends the process",
     "writes outside of its output",
@@ -426,6 +429,8 @@ class Report:
             parts.append(f"found {result.found}, right is {result.right}")
         if result.message:
             parts.append(f"error: {result.message}")
+        if again := result.details.get(AGAIN):
+            parts.append(f"note: {again}")
         if picture := result.details.get("picture"):
             parts.append(f"{picture['where']} {picture['finding']}".strip())
         if result.case:
@@ -497,7 +502,8 @@ def _kind_of_cause(cause: str) -> str:
     return "the output contains the poison of slots past seq_len"
 
 
-def _without_numbers(text: str) -> str:
+def without_numbers(text: str) -> str:
+    """Return a text with # for each number."""
     return re.sub(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?", "#", text)
 
 
@@ -508,7 +514,7 @@ def _kind_of_value(found: str, right: str) -> str:
         try:
             value = float(text)
         except ValueError:
-            kinds.append(_without_numbers(text))
+            kinds.append(without_numbers(text))
             continue
         special = value == 0 or value - value != 0  # 0, inf or NaN
         kinds.append(f"{value:g}" if special else "a number")

@@ -1,11 +1,11 @@
 """Runner: tries an implementation on all laws and returns a report.
 
 The cases of a law are tried one after another until one breaks it. Then Hypothesis searches for a
-smaller failing case. The laws run in a worker process. A fatal error ends that process; the law
-that was running is tried on that input in a fresh process and reported with it, and another one
-continues with the next law. If laws of an operation keep ending the process at their first call,
-and none of them was judged, its other laws are reported as not tried. The laws can be distributed
-over several processes.
+smaller failing case, which is tried again before it is reported. The laws run in a worker process.
+A fatal error ends that process; the law that was running is tried on that input in a fresh process
+and reported with it, and another one continues with the next law. If laws of an operation keep
+ending the process at their first call, and none of them was judged, its other laws are reported as
+not tried. The laws can be distributed over several processes.
 """
 
 import re
@@ -16,11 +16,13 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from ..laws.all_laws import ALL_LAWS
+from .again import try_symptoms_again
 from .candidate import load_candidate
 from .endings import Endings
 from .expect import Disagreement
-from .gpus import gpus_of_workers
+from .gpus import check_workers, gpus_of_workers
 from .law import Law
+from .law_names import check_known, check_words, has_words
 from .poison import explain_nan, explain_nans
 from .preflight import choose_device as choose_device
 from .report import Report, Result, Status
@@ -94,10 +96,11 @@ def check_implementation(
             CPU and the implementation needs a GPU.
     """
     laws = choose_laws(only)
-    known = check_known_failures(known_failures)
-    for name, number in (("examples", examples), ("workers", workers)):
-        if number < 1:
-            raise ValueError(f"{name} = {number}: expected at least 1")
+    known = dict(known_failures or {})
+    check_known(known)
+    if examples < 1:
+        raise ValueError(f"examples = {examples}: expected at least 1")
+    check_workers(workers)
     if signatures is not None and signatures < 0:
         raise ValueError(f"signatures = {signatures}: expected 0 for any, or more")
     limits = TimeLimits(seconds_of_a_law, seconds_of_a_case, minutes)
@@ -124,6 +127,9 @@ def check_implementation(
                 on_result(result)
     options = {"seed": seed, "examples": examples}
     in_order = [results[law.name] for law in laws]
+    if isolated and any(not each.ok for each in in_order):
+        worker = Worker(implementation, device, limits.law, limits.case)
+        in_order = try_symptoms_again(worker, in_order, limits.left)
     explained = explain_nans(implementation, device, in_order, limits.left)
     return Report(
         implementation,
@@ -141,26 +147,8 @@ def choose_laws(only: str | None) -> list[Law]:
     Raises:
         ValueError: No law contains them.
     """
-    words = (only or "").lower()
-    chosen = [law for law in ALL_LAWS if words in f"{law.area} {law.name}".lower()]
-    if not chosen:
-        areas = ", ".join(dict.fromkeys(law.area for law in ALL_LAWS))
-        raise ValueError(f"only = {only!r}: no law contains it; areas are {areas}")
-    return chosen
-
-
-def check_known_failures(known_failures: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the reason of each known failure, by law.
-
-    Raises:
-        ValueError: A known failure is not the name of a law.
-    """
-    known = dict(known_failures or {})
-    if unknown := sorted(set(known) - {law.name for law in ALL_LAWS}):
-        raise ValueError(
-            f"known_failures names {unknown}: expected sentences of laws, as a report shows them"
-        )
-    return known
+    check_words(only)
+    return [law for law in ALL_LAWS if has_words(law.area, law.name, only)]
 
 
 def reproduce(

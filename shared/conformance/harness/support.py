@@ -22,6 +22,10 @@ ALIGNED = ("query", "key", "value", "key_cache", "value_cache", "kv_cache", "out
 """Tensors whose addresses and strides `Support.alignment` is about."""
 
 
+class OutsideSupport(NotImplementedError):
+    """A call is outside of the candidate's declared support: it was not made, or it raised."""
+
+
 @dataclass(frozen=True)
 class Support:
     """The calls that an adapter's kernel supports. A field that is not set imposes no limit.
@@ -62,10 +66,10 @@ class Support:
             ["block_table"]. Laws that forbid it do not guard that memory.
         rejects: Optional. The kinds of invalid input that are validated. "shapes" means everything
             that shapes, dtypes, devices and numbers show. "contents" means the elements of
-            tensors, if PAGETWIN_CHECK_VALUES=1. A call with invalid input must raise, or return
-            the result of the call that was meant. "undeclared" promises the same for every call
-            outside of this support. If None, shapes and contents are validated. If empty, nothing
-            is validated, and the laws about invalid input are skipped.
+            tensors, if PAGETWIN_CHECK_VALUES=1, which the laws set. A call with invalid input
+            must raise, or return the result of the call that was meant. "undeclared" promises
+            the same for every call outside of this support. If None, shapes and contents are
+            validated. If empty, nothing is validated, and the laws about invalid input are skipped.
         batch_invariant: Whether the result of a token is bitwise equal whatever else is in the
             batch, in however many steps its prompt is computed, and whichever blocks hold its
             keys. A function is called instead of `paged_attention`, with the same arguments, to

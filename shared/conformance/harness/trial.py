@@ -16,13 +16,15 @@ from hypothesis.strategies import SearchStrategy
 from ...contract.operations import load_implementation
 from ..generators.reuse import Reuse
 from ..laws.all_laws import ALL_LAWS
+from .again import with_words, words_of
 from .candidate import Candidate, OutsideSupport
 from .expect import Disagreement
 from .fatal import Fatal, fatal_status, message_of
 from .fitting import fit_case
+from .interference import GUARD, own_endings
 from .law import Law, Setting
 from .pictures import picture_of
-from .report import Result, Status, unfinished
+from .report import Result, Status, unfinished, without_numbers
 from .shrinking import shrink
 
 SECONDS_TO_SHRINK = 60.0
@@ -120,6 +122,8 @@ def try_law(
     reuse = None if signatures is None else Reuse(signatures, seed_of_cases)
 
     def go(once: Callable[[Any], None]) -> None:
+        for case in law.edges:
+            once(case)
         if isinstance(law.cases, SearchStrategy):
             with nullcontext() if reuse is None else reuse.begin():
                 _drawn(once, law.cases, seed_of_cases, examples)()
@@ -221,7 +225,8 @@ def _watched(
         at(shown, tried - skipped - 1)
         accesses, calls_outside = candidate.accesses, candidate.calls_outside
         try:
-            law.body(setting, case)
+            with own_endings() if candidate.is_guarded else nullcontext():
+                law.body(setting, case)
             if setting.device.type == "cuda":
                 torch.cuda.synchronize()
             if candidate.accesses == accesses:
@@ -237,7 +242,7 @@ def _watched(
             # the last failing case is the smallest
             failures.pop(shown, None)
             failures[shown] = error
-            on_failure(_with_failure(so_far(), shown, error, has_picture=False))
+            on_failure(with_failure(so_far(), shown, error, has_picture=False))
             raise
         if candidate.goes_outside and candidate.calls_outside == calls_outside:
             return IS_INSIDE
@@ -257,8 +262,13 @@ def _watched(
     failed: BaseException | None = None
     try:
         go(once)
+        if candidate.is_guarded:
+            GUARD.expect_unchanged()
     except (Exception, Fatal, OutOfTimeError) as error:
         failed = error
+    if failed is None and failures:
+        # Hypothesis ended without the error that it was given
+        failed = list(failures.values())[-1]
     reason = "; ".join(sorted(outside)[:3])
     result = replace(so_far(), status=Status.HELD, reason=reason)
     if failed is None:
@@ -277,19 +287,38 @@ def _watched(
     assert isinstance(failed, Exception)
     result = replace(result, status=Status.BROKEN, reason="")
     if not failures:
-        return _with_failure(result, "", failed)
+        return with_failure(result, "", failed)
     shown, last = list(failures.items())[-1]
     if not (_is_flaky(failed) or is_exact):
         left = min(SECONDS_TO_SHRINK / 4, end - time.perf_counter())
         shown, last = _smaller(law, setting, shown, last, at, left)
     result = replace(
-        _with_failure(result, shown, last),
+        with_failure(result, shown, last),
         seconds=round(time.perf_counter() - begin, 2),
     )
     if _is_flaky(failed):
         again = "tried again on the same input, it did not break the law"
         result = replace(result, message=f"{result.message}; {again}".strip("; "))
+    elif not is_exact and time.perf_counter() < end:
+        result = _tried_again(law, setting, result, at)
     return result
+
+
+def _tried_again(law: Law, setting: Setting, failure: Result, at: At) -> Result:
+    """Return a failure with what its input does when it is tried again in this process."""
+    at(failure.case, 0)
+    again = Result(law.name, law.area, Status.BROKEN)
+    try:
+        run_law(law, setting, make_case(law, failure.case))
+    except OutsideSupport:
+        again = replace(again, status=Status.OUTSIDE)
+    except Exception as error:
+        again = with_failure(again, failure.case, error, has_picture=False)
+        if status := fatal_status(error, setting.device):
+            again = replace(again, status=status, message=message_of(error))
+    else:
+        again = replace(again, status=Status.HELD)
+    return with_words(failure, words_of(failure, again, "tried again in its process,"))
 
 
 def _smaller(
@@ -300,11 +329,12 @@ def _smaller(
     at: At,
     seconds: float,
 ) -> tuple[str, Exception]:
-    """Return a simpler case that raises the same type of error, and that error.
+    """Return a simpler case that fails alike, and its error.
 
     It is inside of the declared support, if the law tries the case as it is.
     """
     errors = {shown: last}
+    kind = _kind_of(last)
 
     def fails(case: Any) -> bool:
         at(repr(case), 0)
@@ -316,7 +346,7 @@ def _smaller(
             if status := fatal_status(error, setting.device):
                 raise Fatal(status, repr(case), message_of(error)) from error
             errors[repr(case)] = error
-            is_like = type(error) is type(last)
+            is_like = _kind_of(error) == kind
             if candidate.goes_outside:
                 is_like &= candidate.calls_outside > calls_outside
             return is_like
@@ -334,6 +364,12 @@ def _smaller(
             last,
         )  # a smaller case ends the process; this one only breaks the law
     return smallest, errors.get(smallest, last)
+
+
+def _kind_of(error: Exception) -> tuple[type, str]:
+    """Return what errors have in common that are alike: the type, and the words."""
+    words = error.what if isinstance(error, Disagreement) else message_of(error)
+    return type(error), without_numbers(words)
 
 
 def _is_flaky(error: Exception) -> bool:
@@ -360,10 +396,17 @@ def _drawn(once: Any, cases: SearchStrategy[Any], seed_of: int, examples: int) -
     return options(seed(seed_of)(given(case=cases)(drawn)))
 
 
-def _with_failure(
+def with_failure(
     result: Result, case: str, error: Exception, has_picture: bool = True
 ) -> Result:
-    """Return a result with the failing case and the details of the failure."""
+    """Return a result with the failing case and the details of the failure.
+
+    Args:
+        result: The result of a law.
+        case: The failing case.
+        error: What the law raised.
+        has_picture: Whether a picture of the call is made.
+    """
     if isinstance(error, Disagreement):
         failure = error.failure if has_picture else None
         picture = {} if failure is None else picture_of(failure)

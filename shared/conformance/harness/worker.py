@@ -73,6 +73,7 @@ class Job:
         outside: Whether cases outside of the declared support are tried, instead of those inside.
         probe: Optional. Fields of a `Support` that replaces the declared one, to find out what a
             kernel takes. The case is then neither fitted nor shrunk. If None, nothing is replaced.
+        makes_smaller: Whether a failing case is made smaller.
         seconds: Optional. The time limit of the law, which a worker sets. A single case has the
             time limit of cases alone. If None, there is none.
         waits_for_each: As in `screening.screen`.
@@ -91,6 +92,7 @@ class Job:
     probe: dict[str, Any] | None = None
     waits_for_each: bool = False
     is_measured: bool = False
+    makes_smaller: bool = True
     seconds: float | None = None
 
 

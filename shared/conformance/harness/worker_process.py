@@ -102,7 +102,8 @@ def main(pipe: int) -> None:
                 )
             else:
                 is_exact = job.is_measured or job.probe is not None
-                result = try_case(law, own, job.case, at, is_exact, seconds, fail)
+                left = seconds if job.makes_smaller else 0.0
+                result = try_case(law, own, job.case, at, is_exact, left, fail)
             if job.is_measured and job.case is not None:
                 result = measured(result, own, job.case)
             is_last = result.status in FATAL or (
@@ -125,10 +126,17 @@ def measured(result: "Result", setting: "Setting", case: str) -> "Result":
     """
     if result.message or result.status in FATAL:
         return result
-    from ..flashinfer_bench.measuring import measure
-    from .trial import find_law, make_case
+    from ..flashinfer_bench.measuring import measure, time_calls
+    from .report import Status
+    from .trial import find_law, make_case, with_failure
 
     law = find_law(result.law)
     operation = setting.candidate.operations[law.needs[0]]
-    numbers = measure(operation, make_case(law, case), setting.device)
+    plan = make_case(law, case)
+    numbers = measure(operation, plan, setting.device)
+    if result.ok:
+        try:
+            numbers |= time_calls(operation, plan, setting.device)
+        except Exception as error:
+            result = with_failure(replace(result, status=Status.BROKEN), case, error)
     return replace(result, details=result.details | {"measured": numbers})

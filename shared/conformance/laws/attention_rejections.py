@@ -1,7 +1,7 @@
 """Laws of invalid attention calls: they raise, and nothing is written before they do.
 
-Errors in the contents of tensors are raised if PAGETWIN_CHECK_VALUES=1 is set: the check costs time
-and cannot be part of a graph.
+Errors in the contents of tensors are raised if PAGETWIN_CHECK_VALUES=1, which the laws set: on a
+GPU the check costs time and cannot be part of a graph.
 """
 
 from collections.abc import Callable
@@ -61,6 +61,42 @@ def narrowed(tensor: Tensor) -> Tensor:
     return tensor.to(torch.bfloat16 if is_half else torch.float16)
 
 
+INF = float("inf")
+SCALARS: dict[str, Change] = {
+    f"{name} = {number}": lambda call, name=name, number=number: {name: number}  # type: ignore[misc]
+    for name, numbers in (
+        ("scale", (INF, -INF, NAN, 1e39, -1e39, 1e-40, -1e-50)),
+        ("logits_soft_cap", (INF, -INF, NAN, 0.0, -2.0, 1e39, 1e-40, 1e-50)),
+    )
+    for number in numbers
+}
+"""Numbers that float32 does not have, and those without a meaning."""
+PER_HEAD: dict[str, Change] = {
+    f"{number} in {name}": lambda call, name=name, number=number: {  # type: ignore[misc]
+        name: with_number(OF_HEADS[name](), number)
+    }
+    for name, numbers in (
+        ("sinks", (INF, NAN, 3e38, -3e38)),
+        ("position_bias", (INF, 3e38, -3e38)),
+        ("alibi_slopes", (INF, -INF, NAN, 1e30, -1e30)),
+    )
+    for number in numbers
+}
+"""Numbers with which a score is not finite, but for -inf: that takes no weight."""
+OF_HEADS: dict[str, Callable[[], Tensor]] = {
+    "sinks": lambda: torch.ones(4),
+    "alibi_slopes": lambda: torch.ones(4),
+    "position_bias": lambda: bias_table(4),
+}
+
+
+def with_number(numbers: Tensor, number: float) -> Tensor:
+    """Return the tensor with another number in its middle."""
+    changed = numbers.clone().contiguous()
+    changed.view(-1)[numbers.numel() // 2] = number
+    return changed
+
+
 SHAPES: dict[str, Change] = {
     "queries of two axes": lambda call: {"query": call.query[:, 0]},
     "queries of another size": lambda call: {"query": call.query[..., :-1]},
@@ -96,10 +132,6 @@ SHAPES: dict[str, Change] = {
     "a window of nothing": lambda call: {"sliding_window": 0},
     "a negative window": lambda call: {"sliding_window": -3},
     "a chunk of nothing": lambda call: {"attention_chunk_size": 0},
-    "a cap of nothing": lambda call: {"logits_soft_cap": 0.0},
-    "a negative cap": lambda call: {"logits_soft_cap": -2.0},
-    "an infinite cap": lambda call: {"logits_soft_cap": float("inf")},
-    "a cap that is not a number": lambda call: {"logits_soft_cap": NAN},
     "slopes for other heads": lambda call: {"alibi_slopes": torch.ones(3)},
     "slopes in float16": lambda call: {"alibi_slopes": torch.ones(4).half()},
     "sinks for other heads": lambda call: {"sinks": torch.ones(5)},
@@ -115,10 +147,6 @@ SHAPES: dict[str, Change] = {
     "a bias in float16": lambda call: {"position_bias": bias_table(4).half()},
     "an FP8 output without a scale": lambda call: {"out": out_of(call).to(E4M3)},
     "a scale of an output that has none": lambda call: {"out_scale": 0.5},
-    "an output scale of nothing": lambda call: {
-        "out": out_of(call).to(E4M3),
-        "out_scale": 0.0,
-    },
     "an output scale for each head": lambda call: {
         "out": out_of(call).to(E5M2),
         "out_scale": torch.ones(4),
@@ -127,6 +155,13 @@ SHAPES: dict[str, Change] = {
         "alibi_slopes": torch.ones(4, device="meta")
     },
     "sinks on another device": lambda call: {"sinks": torch.ones(4, device="meta")},
+}
+SHAPES |= SCALARS | {
+    f"out_scale = {number}": lambda call, number=number: {
+        "out": out_of(call).to(E4M3),
+        "out_scale": number,
+    }
+    for number in (0.0, -0.5, INF, NAN, 1e39, 1e-40)
 }
 PAGED_SHAPES: dict[str, Change] = {
     "keys of three axes": lambda call: {"key_cache": cache_of(call)[0]},
@@ -181,7 +216,9 @@ SCALES: dict[str, Change] = {
         ("zero", 0.0),
         ("negative", -0.5),
         ("no number", NAN),
-        ("infinite", float("inf")),
+        ("infinite", INF),
+        ("infinite in float32", 1e39),
+        ("subnormal", 1e-40),
         ("of other heads", torch.ones(3)),
         ("of each query head", torch.ones(4)),
         ("float16", torch.ones(2).half()),
@@ -203,7 +240,7 @@ CONTENTS: dict[str, Change] = {
         )
     },
     "a bound below the queries": lambda call: {"max_query_len": call.query_lens[0] - 1},
-}
+} | PER_HEAD
 PAGED_CONTENTS: dict[str, Change] = {
     "a block that is not there": lambda call: {
         "block_table": changed_entry(call, len(cache_of(call)))
@@ -234,7 +271,8 @@ MEANT: dict[str, Change] = dict.fromkeys(
     (
         "starts of 64 bits",
         "a negative bound of queries",
-        "an infinite cap",
+        "logits_soft_cap = inf",
+        "logits_soft_cap = 1e+39",
         "a table of 64 bits",
         "lengths of 64 bits",
         "a negative bound of keys",

@@ -376,7 +376,13 @@ def every_field_of_a_layers_metadata_follows_from_the_step(
 ) -> None:
     """Two layer groups build their metadata from one step, which is not modified."""
     step, device = layer.step, setting.device
-    whole = whole_step(step, device)
+    # what a backend builds of them needs a block for each key
+    lens = torch.tensor([70 + req for req in range(len(step.new))], dtype=torch.int32)
+    whole = whole_step(step, device).replace(
+        encoder_seq_lens=lens.to(device),
+        encoder_seq_lens_cpu=lens,
+        max_encoder_seq_len=99,
+    )
     before = remember(whole)
     images = {req: list(own) for req, own in (whole.mm_req_doc_ranges or {}).items()}
     for backend in that_take(setting, spec_of(layer)):
@@ -412,7 +418,7 @@ def every_field_of_a_layers_metadata_follows_from_the_step(
             expect_unchanged("the step", whole, before)
         bare = whole.replace(max_encoder_seq_len=None)
         found = make_builder(backend, spec_of(layer), device).build(0, bare)
-        longest = max((70 + req for req in range(reqs)), default=0)
+        longest = max(lens.tolist(), default=0)
         expect_same("longest encoder", found.max_encoder_seq_len, longest)
 
 

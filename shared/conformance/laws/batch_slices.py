@@ -16,12 +16,20 @@ from torch import Tensor
 
 from ...contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
 from ..generators.steps import (
+    CROWD,
+    LONG,
+    LONGEST_ENCODER,
+    MANY,
+    MOST_LOGITS,
+    PROMPT,
     Requests,
+    Runs,
     bare_step,
     counts,
     draw_requests,
     encoder_slots,
     expect_fields,
+    expect_numbers,
     expect_unchanged,
     flags_of,
     logits_of,
@@ -128,7 +136,9 @@ def expected(
     owners, positions = step.owners(), step.positions()
     begin, end = tokens.start, min(tokens.stop, sum(step.new))
     reqs = range(part.request_slice.start, part.request_slice.stop)
-    own = {req: [t for t in range(begin, end) if owners[t] == req] for req in reqs}
+    own: dict[int, list[int]] = {req: [] for req in reqs}
+    for token in range(begin, end):
+        own[owners[token]].append(token)
     new = [len(own[req]) for req in reqs]
     computed = [
         positions[own[req][0]] if own[req] else step.computed[req] for req in reqs
@@ -137,6 +147,7 @@ def expected(
     starts = counts([0, *accumulate(new)])
     # an encoder's tokens are in the micro-batch of the first token of their request
     slots = encoder_slots(step)
+    causal, prefilling = flags_of(step, 1), flags_of(step, 2)
     brought = [
         slots[req] if not own[req] or own[req][0] == step.starts[req] else []
         for req in reqs
@@ -166,14 +177,14 @@ def expected(
         "max_seq_len": max(lens),
         "slot_mapping": whole.slot_mapping[tokens],
         "positions": whole.positions[tokens] if whole.positions is not None else None,
-        "causal": torch.tensor([flags_of(step, 1)[req] for req in reqs])
+        "causal": torch.tensor([causal[req] for req in reqs])
         if cut.flag is None
         else cut.flag,
-        "is_prefilling": torch.tensor([flags_of(step, 2)[req] for req in reqs]),
+        "is_prefilling": torch.tensor([prefilling[req] for req in reqs]),
         "logits_indices_padded": torch.tensor(wanted, dtype=torch.int64),
         "num_logits_indices": len(wanted),
-        "max_logits_per_req": 50,
-        "max_encoder_seq_len": 99,
+        "max_logits_per_req": MOST_LOGITS,
+        "max_encoder_seq_len": LONGEST_ENCODER,
         "encoder_query_start_loc": encoder_starts,
         "encoder_query_start_loc_cpu": encoder_starts,
         "cross_slot_mapping": torch.tensor(
@@ -185,7 +196,24 @@ def expected(
     }
 
 
-@law("split_attn_metadata", cases=several(cuts()))
+LARGE_CUTS = [
+    Cut(MANY, (0, 150, 298, 400, 570, 599), padding=300),
+    Cut(MANY, (0, 298, 598, 599), idle="before", flag=True),
+    Cut(LONG, (0, 1, 2, 3), padding=2),
+    Cut(LONG, (0, 1, 3)),
+]
+"""Cuts, requests and lengths that do not fit 8 and 16 bits."""
+FAR_CUTS = [
+    *LARGE_CUTS,
+    Cut(PROMPT, (0, 65_540, 65_600, 65_601), padding=65_600, flag=True),
+]
+
+
+@law(
+    "split_attn_metadata",
+    cases=several(cuts()),
+    edges=[[cut] for cut in FAR_CUTS],
+)
 def a_micro_batch_is_the_step_of_its_own_tokens(
     setting: Setting, cases: list[Cut]
 ) -> None:
@@ -201,7 +229,11 @@ def a_micro_batch_is_the_step_of_its_own_tokens(
             expect_fields(f"micro-batch {part}", found, right, setting.device)
 
 
-@law("make_metadata_with_slice", cases=several(cuts()))
+@law(
+    "make_metadata_with_slice",
+    cases=several(cuts()),
+    edges=[[cut] for cut in FAR_CUTS],
+)
 def one_micro_batch_alone_is_the_step_of_its_own_tokens(
     setting: Setting, cases: list[Cut]
 ) -> None:
@@ -215,7 +247,11 @@ def one_micro_batch_alone_is_the_step_of_its_own_tokens(
         expect_unchanged("the step", whole, before)
 
 
-@law("split_attn_metadata", cases=several(cuts()))
+@law(
+    "split_attn_metadata",
+    cases=several(cuts()),
+    edges=[[cut] for cut in LARGE_CUTS],
+)
 def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> None:
     """In any order, each token is in one of them, and attends to the same slots as before."""
     for cut in cases:
@@ -233,12 +269,16 @@ def micro_batches_together_are_the_step(setting: Setting, cases: list[Cut]) -> N
                 for index in range(len(slices))
                 for slots in seen_by(found[index], step.block_size)[copy]
             ]
-            expect_same("the visible slots of each token", seen, step.seen())
+            expect_numbers("the visible slots of each token", seen, step.seen())
         written = torch.cat([found[index].slot_mapping for index in range(len(slices))])
         expect_same("the slots that are written", written.tolist(), step.slots())
 
 
-@law("make_metadata_with_slice", cases=several(cuts()))
+@law(
+    "make_metadata_with_slice",
+    cases=several(cuts()),
+    edges=[[cut] for cut in (*FAR_CUTS, Cut(CROWD, (0, 1, 2)))],
+)
 def a_slice_of_a_slice_is_the_slice_of_the_step(
     setting: Setting, cases: list[Cut]
 ) -> None:
@@ -292,7 +332,14 @@ def starts_of(draw: st.DrawFn) -> Starts:
     return Starts(tuple(pick.choice([0, 1, 5]) for _ in range(reqs)), first, last)
 
 
-@law("slice_query_start_locs", cases=several(starts_of()))
+@law(
+    "slice_query_start_locs",
+    cases=several(starts_of()),
+    edges=[
+        [Starts(Runs((1, 290), (300, 10), (65_600, 2)), 270, 302)],
+        [Starts(Runs((1, 65_600), (7, 9)), 65_590, 65_700)],
+    ],
+)
 def sliced_starts_count_from_the_first_and_are_a_new_tensor(
     setting: Setting, cases: list[Starts]
 ) -> None:

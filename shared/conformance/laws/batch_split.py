@@ -9,7 +9,7 @@ from random import Random
 import torch
 from hypothesis import strategies as st
 
-from ..generators.steps import Requests, bare_step, counts, several
+from ..generators.steps import Requests, Runs, bare_step, counts, several
 from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
@@ -72,7 +72,29 @@ EXAMPLES = [
 ]
 
 
-@law("reorder_batch_to_split_decodes_and_prefills", cases=several(batches()))
+MIXED = Runs((1, 150), (301, 2), (300, 150), (65_600, 1), (65_537, 2), (1, 9), (256, 3))
+OLD = Runs((300, 150), (0, 5), (256, 150), (65_536, 5), (65_600, 7))
+LARGE_BATCHES = [
+    UnsortedBatch(MIXED, OLD, Runs((300, 160), (65_600, 157)), regions, threshold)
+    for regions, threshold in ((2, 1), (2, 300), (3, 300), (4, 65_536))
+] + [
+    UnsortedBatch(
+        Runs((2, 3), (1, 65_600), (2, 2)),
+        Runs((0, 65_604), (5, 1)),
+        Runs((1, 65_605)),
+        regions,
+        1,
+    )
+    for regions in (2, 4)
+]
+"""Counts, thresholds and numbers of requests that do not fit 8 and 16 bits."""
+
+
+@law(
+    "reorder_batch_to_split_decodes_and_prefills",
+    cases=several(batches()),
+    edges=[[batch] for batch in LARGE_BATCHES],
+)
 def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
     setting: Setting, cases: list[UnsortedBatch]
 ) -> None:
@@ -161,7 +183,37 @@ def boundaries(draw: st.DrawFn) -> Boundary:
     )
 
 
-@law("split_decodes_and_prefills", cases=several(boundaries()))
+LARGE_BOUNDARIES = [
+    Boundary(
+        Requests(Runs((1, 298), (300, 2)), Runs((3, 299), (0, 1))), 1, True, None, 300
+    ),
+    Boundary(
+        Requests(Runs((1, 290), (2, 10)), Runs((3, 299), (0, 1))),
+        2,
+        False,
+        (False,) * 280 + (True,) * 20,
+        0,
+    ),
+    Boundary(Requests((300, 300, 301, 1), (0, 5, 0, 0)), 300, True, None, 0),
+    Boundary(Requests((1, 257, 257), (0, 5, 0)), 256, True, None, 0),
+    Boundary(Requests((1, 65_537), (300, 0), 16), 65_536, True, None, 1),
+    Boundary(Requests((65_600,) * 2 + (65_601,), (9, 7, 0), 16), 65_600, True, None, 1),
+    Boundary(
+        Requests(Runs((1, 65_600), (2, 1), (3, 1)), Runs((3, 65_601), (0, 1)), 16),
+        1,
+        True,
+        None,
+        65_600,
+    ),
+]
+"""Requests, tokens, thresholds and padding that do not fit 8 and 16 bits."""
+
+
+@law(
+    "split_decodes_and_prefills",
+    cases=several(boundaries()),
+    edges=[[boundary] for boundary in LARGE_BOUNDARIES],
+)
 def the_decodes_end_before_the_first_other_request(
     setting: Setting, cases: list[Boundary]
 ) -> None:
@@ -193,7 +245,11 @@ def the_decodes_end_before_the_first_other_request(
         expect_same("their kinds", [type(each) for each in found], [int] * 4)
 
 
-@law("split_decodes_prefills_and_extends", cases=several(boundaries()))
+@law(
+    "split_decodes_prefills_and_extends",
+    cases=several(boundaries()),
+    edges=[[boundary] for boundary in LARGE_BOUNDARIES],
+)
 def extends_come_between_decodes_and_prefills(
     setting: Setting, cases: list[Boundary]
 ) -> None:
@@ -246,7 +302,19 @@ def workspaces(draw: st.DrawFn) -> Workspace:
     )
 
 
-@law("split_prefill_chunks", cases=several(workspaces()))
+LARGE_WORKSPACES = [
+    Workspace((300, 256, 44, 300, 1), 300, 300),
+    Workspace((65_600, 65_536, 64, 65_600, 1), 65_600, 65_600),
+    Workspace(Runs((1, 700)), 300, 1),
+    Workspace(Runs((1, 65_600), (2, 2), (0, 3)), 65_601, 0),
+]
+
+
+@law(
+    "split_prefill_chunks",
+    cases=several(workspaces()),
+    edges=[[work] for work in LARGE_WORKSPACES],
+)
 def a_chunk_of_requests_is_as_long_as_the_workspace_allows(
     setting: Setting, cases: list[Workspace]
 ) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ...contract.block_classes import OutOfBlocks
 from ..generators.block_histories import (
     DIRECTED_HISTORIES,
-    BlockAction,  # noqa: F401 (a failing case is evaluated here)
+    EXTRA_KEYS,
+    BlockAction,
     BlockHistory,
-    Moment,
     block_histories,
-    play,
 )
+from ..generators.block_model import Moment, content_of, play
 from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
@@ -40,12 +40,44 @@ def _for_each(
 
 def _play(setting: Setting, history: BlockHistory) -> Iterator[Moment]:
     manager = setting.candidate.BlockManager(
-        history.num_blocks, history.block_size, history.seed
+        history.num_blocks,
+        history.block_size,
+        history.seed,
+        sliding_window=history.window,
     )
     return play(manager, history)
 
 
-@law("BlockManager", cases=HISTORIES)
+LARGE_HISTORIES = (
+    BlockHistory(
+        (
+            BlockAction("start", 0, 600, 2**500 + 5),
+            BlockAction("fork", 0),
+            BlockAction("grow", 1, 270, 5),
+            BlockAction("free", 0),
+            BlockAction("start", 0, 590, 2**500 + 5),
+            BlockAction("roll back", 1, 300),
+        ),
+        num_blocks=1500,
+        block_size=1,
+        seed=7,
+    ),
+    BlockHistory(
+        (
+            BlockAction("start", 0, 700, 3),
+            BlockAction("grow", 0, 300, 5),
+            BlockAction("free", 0),
+            BlockAction("start", 0, 690, 3),
+        ),
+        num_blocks=900,
+        block_size=2,
+        window=300,
+    ),
+)
+"""Rows, ids, tokens and windows that do not fit eight bits."""
+
+
+@law("BlockManager", cases=HISTORIES, edges=[LARGE_HISTORIES])
 @_for_each
 def a_reference_count_is_the_number_of_requests_that_hold_the_block(
     setting: Setting, history: BlockHistory
@@ -59,16 +91,15 @@ def a_reference_count_is_the_number_of_requests_that_hold_the_block(
             )
 
 
-@law("BlockManager", cases=HISTORIES)
+@law("BlockManager", cases=HISTORIES, edges=[LARGE_HISTORIES])
 @_for_each
 def every_block_is_used_or_cached_or_free(
     setting: Setting, history: BlockHistory
 ) -> None:
     for moment in _play(setting, history):
         manager, model = moment.manager, moment.model
-        used = {block_id for row in model.rows.values() for block_id in row}
         when = f"after {moment.action.kind}"
-        expect_same(f"num_used_blocks {when}", manager.num_used_blocks, len(used))
+        expect_same(f"num_used_blocks {when}", manager.num_used_blocks, len(model.used))
         expect_same(
             f"num_cached_blocks {when}", manager.num_cached_blocks, len(model.cached)
         )
@@ -102,7 +133,7 @@ def a_block_is_allocated_once(setting: Setting, history: BlockHistory) -> None:
                 )
 
 
-@law("BlockManager", cases=HISTORIES)
+@law("BlockManager", cases=HISTORIES, edges=[LARGE_HISTORIES])
 @_for_each
 def a_cached_block_is_evicted_only_if_no_block_is_free(
     setting: Setting, history: BlockHistory
@@ -122,7 +153,7 @@ def a_cached_block_is_evicted_only_if_no_block_is_free(
         expect_same("evicted blocks", evicted, call.cached[:num_evicted])
 
 
-@law("BlockManager", cases=HISTORIES)
+@law("BlockManager", cases=HISTORIES, edges=[LARGE_HISTORIES])
 @_for_each
 def an_allocation_takes_exactly_the_blocks_that_it_needs(
     setting: Setting, history: BlockHistory
@@ -185,17 +216,42 @@ def a_copy_is_made_of_each_protected_block_that_is_partly_computed(
         expect_same("blocks to copy", call.copies, expected)
 
 
+@law("BlockManager", cases=HISTORIES, edges=[LARGE_HISTORIES])
+@_for_each
+def an_allocation_changes_only_the_entries_of_a_row_that_it_must(
+    setting: Setting, history: BlockHistory
+) -> None:
+    """It replaces protected blocks to which it writes, and appends those that are missing.
+
+    With a window, the null block takes the place of blocks that no later token attends to.
+    """
+    for moment in _play(setting, history):
+        call = moment.allocation
+        if call is None or call.handed_out is None:
+            continue
+        found = list(moment.manager.get_block_ids(call.request_id))
+        expect_same("entries", len(found), len(call.expected_row))
+        for index, right in enumerate(call.expected_row):
+            if right is not None:
+                expect_same(f"entry {index}", found[index], right)
+            elif found[index] not in call.handed_out:
+                raise Disagreement("row", f"entry {index}", found[index], "a new block")
+
+
 @law("BlockManager", cases=HISTORIES)
 @_for_each
 def a_request_reads_the_tokens_that_it_wrote(
     setting: Setting, history: BlockHistory
 ) -> None:
-    """Every slot is read through the request's row, whatever other requests do."""
+    """Each slot that it attends to is read through its row, whatever other requests do."""
     for moment in _play(setting, history):
         model = moment.model
         for request_id, tokens in model.tokens.items():
             row = moment.manager.get_block_ids(request_id)
-            for position in range(len(tokens)):
+            extra, first = model.extra[request_id], 0
+            if history.window is not None:
+                first = max(0, len(tokens) - history.window + 1)
+            for position in range(first, len(tokens)):
                 index, offset = divmod(position, model.block_size)
                 found = None
                 if index < len(row):
@@ -204,7 +260,7 @@ def a_request_reads_the_tokens_that_it_wrote(
                     f"request {request_id}, position {position} after"
                     f" {moment.action.kind}",
                     found,
-                    tuple(tokens[: position + 1]),
+                    content_of(tokens, extra, position + 1),
                 )
 
 
@@ -216,17 +272,21 @@ def computed_blocks_hold_the_longest_known_prefix(
     """Their content is the sequence's own, and the last token is always left to compute."""
     for moment in _play(setting, history):
         manager, model = moment.manager, moment.model
-        sequences = [list(tokens) for tokens in model.tokens.values()]
-        sequences += [list(tokens) for tokens in sorted(model.once_known)]
-        for tokens in sequences:
-            for probe in (tokens, [*tokens, 1], [*tokens[:-1], 1 - tokens[-1], 0]):
-                found = [
-                    model.known.get(block_id)
-                    for block_id in manager.get_computed_blocks(probe)
-                ]
-                expect_same(
-                    f"computed blocks of {probe}", found, model.longest_prefix(probe)
-                )
+        sequences = [
+            (tuple(tokens), model.extra[request_id])
+            for request_id, tokens in model.tokens.items()
+        ]
+        for tokens, extra in [*sequences, *sorted(model.once_known)]:
+            for probe in (tokens, (*tokens, 1), (*tokens[:-1], 1 - tokens[-1], 0)):
+                # also what equal tokens hold with other extra keys
+                for index in {extra, (extra + len(tokens)) % len(EXTRA_KEYS)}:
+                    keys = EXTRA_KEYS[index]
+                    found = [
+                        model.known.get(block_id) if model.is_block(block_id) else None
+                        for block_id in manager.get_computed_blocks(probe, keys)
+                    ]
+                    right = model.longest_prefix(probe, index)
+                    expect_same(f"computed blocks of {probe}, {keys}", found, right)
 
 
 @law("BlockManager", cases=HISTORIES)
@@ -253,12 +313,14 @@ def all_blocks_can_be_allocated_again_once_all_requests_are_freed(
         last = moment
     if last is None:
         return
-    manager, total = last.manager, history.num_blocks * history.block_size
+    manager = last.manager
     for request_id in last.model.rows:
         manager.free(request_id)
     expect_same("used blocks", manager.num_used_blocks, 0)
+    blocks = list(range(history.first_block, history.num_blocks))
+    total = len(blocks) * history.block_size
     found = manager.allocate_slots("all", 0, total).new_block_ids
-    expect_same("blocks", sorted(found), list(range(history.num_blocks)))
+    expect_same("blocks", sorted(found), blocks)
     expect_same("cached blocks", list(manager.cached_blocks()), [])
     try:
         manager.allocate_slots("one more", 0, 1)
@@ -267,6 +329,63 @@ def all_blocks_can_be_allocated_again_once_all_requests_are_freed(
     raise Disagreement(
         "allocation in a full cache", "as a whole", "success", "an error"
     )
+
+
+@law("BlockManager", cases=HISTORIES)
+@_for_each
+def a_reset_of_the_prefix_cache_forgets_everything_unless_a_request_holds_blocks(
+    setting: Setting, history: BlockHistory
+) -> None:
+    for moment in _play(setting, history):
+        manager, model = moment.manager, moment.model
+        if moment.is_reset is None:
+            continue
+        found, right = moment.is_reset
+        expect_same("reset", found, right)
+        expect_same("cached blocks", list(manager.cached_blocks()), model.cached)
+        for tokens, extra in sorted(model.once_known) if right else ():
+            hits = list(manager.get_computed_blocks([*tokens, 1], EXTRA_KEYS[extra]))
+            expect_same(f"computed blocks of {tokens}", hits, [])
+
+
+@law("BlockManager", cases=[300, 70_000])
+def blocks_and_references_past_255_are_counted(
+    setting: Setting, num_blocks: int
+) -> None:
+    """Many requests hold one block, and one request holds many blocks."""
+    manager = setting.candidate.BlockManager(num_blocks + 5, 2)
+    row = list(manager.allocate_slots("a", 0, 2 * num_blocks).new_block_ids)
+    expect_same("blocks", row == list(range(num_blocks)), True)
+    expect_same("row", list(manager.get_block_ids("a")) == row, True)
+    expect_same("num_blocks_of", manager.num_blocks_of("a"), num_blocks)
+    numbers = (manager.num_used_blocks, manager.num_free_blocks)
+    expect_same("used and free blocks", numbers, (num_blocks, 5))
+    tokens = [position * 7 % 5 for position in range(2 * num_blocks)]
+    manager.cache_full_blocks("a", tokens, len(tokens), EXTRA_KEYS[0])
+    known = list(manager.get_computed_blocks([*tokens, 1], EXTRA_KEYS[0]))
+    expect_same("computed blocks", known == row, True)
+    new = list(manager.allocate_slots("b", len(tokens), 4, tuple(known)).new_block_ids)
+    expect_same("new blocks", new, [num_blocks, num_blocks + 1])
+    expect_same("references", manager.ref_cnt(num_blocks - 1), 2)
+    manager.free("a")
+    expect_same("references", manager.ref_cnt(num_blocks - 1), 1)
+    manager.free("b")
+    expect_same("cached blocks", manager.num_cached_blocks, num_blocks)
+    order = list(manager.cached_blocks())
+    expect_same("order of eviction", order == row[::-1], True)
+    many = [(child, child + 1) for child in range(300)]
+    manager.allocate_slots(0, 0, 3)
+    for parent, child in many:
+        manager.fork(parent, child)
+    first = next(iter(manager.get_block_ids(300)))
+    expect_same("references of a fork", manager.ref_cnt(first), 301)
+    expect_same("requests", manager.num_requests, 301)
+    expect_same("a reset", manager.reset_prefix_cache(), False)
+    for request in range(301):
+        expect_same("references", manager.ref_cnt(first), 301 - request)
+        manager.free(request)
+    expect_same("a reset", manager.reset_prefix_cache(), True)
+    expect_same("free blocks", manager.num_free_blocks, num_blocks + 5)
 
 
 @law("BlockManager", cases=st.sampled_from([1, 2, 9]))
@@ -335,6 +454,7 @@ INVALID_CALLS: dict[str, Callable[[Any], Any]] = {
     "computed blocks in another order": lambda manager: manager.allocate_slots(
         "b", 4, 1, [1, 0]
     ),
+    "a computed block twice": lambda manager: manager.allocate_slots("b", 4, 1, [0, 0]),
     "a computed block without the one before it": lambda manager: (
         manager.allocate_slots("b", 2, 1, [1])
     ),

@@ -14,6 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ..generators.steps import Runs
 from ..generators.table_rows import Life, TableRows, lives, make_move, row_sets
 from ..harness.canaries import (
     copy_of,
@@ -48,7 +49,18 @@ def blocks_needed_are_the_fewest_that_hold_the_tokens(
     expect_same("blocks", int(found), right)
 
 
-@law("make_block_table", cases=row_sets())
+LARGE_SETS = [
+    TableRows(
+        Runs(((7, 70_000), 299), ((3,), 1)),
+        Runs(((), 298), ((70_001, 9), 1), ((300,), 1)),
+        4,
+    ),
+    TableRows((Runs((70_000, 290), (5, 1)), (9,)), ((8, 300), Runs((6, 280))), 300),
+]
+"""Rows, entries and block ids that do not fit 8 and 16 bits."""
+
+
+@law("make_block_table", cases=row_sets(), edges=LARGE_SETS)
 def a_table_holds_the_rows_and_then_zeros(setting: Setting, case: TableRows) -> None:
     """Its width is `max_blocks`, or the longest row if None. The lists are not modified."""
     rows = [list(row) for row in case.rows]
@@ -67,7 +79,7 @@ def a_table_holds_the_rows_and_then_zeros(setting: Setting, case: TableRows) -> 
     expect_same("rows, which are only read", rows, [list(row) for row in case.rows])
 
 
-@law("append_blocks", cases=row_sets())
+@law("append_blocks", cases=row_sets(), edges=LARGE_SETS)
 def new_blocks_are_appended_to_their_row_and_nothing_else_changes(
     setting: Setting, case: TableRows
 ) -> None:
@@ -141,7 +153,26 @@ def expect_rows(table: Any, life: Life, rows: list[list[int]]) -> None:
         expect_same(f"the first {num_reqs} rows", found.cpu(), right[:num_reqs])
 
 
-@law("BlockTable", cases=lives())
+MOVES = (
+    ("add_row", (7, 70_000), 299),
+    ("append_row", (300,), 299),
+    ("add_row", (9,), 256),
+    ("move_row", 299, 258),
+    ("swap_row", 256, 299),
+)
+LARGE_LIVES = [
+    Life(4, 2, 300, 3, 1, 1, MOVES),
+    Life(
+        4, None, 2, 300, 1, 1,
+        (("add_row", Runs((70_000, 280), (5, 1)), 1), ("append_row", Runs((6, 9)), 1)),
+    ),
+    Life(600, 300, 2, 3, 2, 300, (("add_row", (7, 70_000), 1),)),
+    Life(32_800, None, 2, 3, 1, 1, (("add_row", (70_000, 5, 9), 1),)),
+]  # fmt: skip
+"""Rows, entries, ids, positions and sizes that do not fit 8 and 16 bits."""
+
+
+@law("BlockTable", cases=lives(), edges=LARGE_LIVES)
 def rows_are_the_result_of_all_operations_on_them(setting: Setting, life: Life) -> None:
     """After each move, every row is compared, and the zeros past its end."""
     table = life.table(setting.candidate, setting.device, rank=0)
@@ -158,7 +189,7 @@ def rows_are_the_result_of_all_operations_on_them(setting: Setting, life: Life) 
         expect_rows(table, life, rows)
 
 
-@law("BlockTable", cases=lives())
+@law("BlockTable", cases=lives(), edges=LARGE_LIVES)
 def the_slots_of_a_rank_are_filled_in_the_order_of_positions(
     setting: Setting, life: Life
 ) -> None:
@@ -324,7 +355,15 @@ def states(draw: st.DrawFn) -> States:
     )
 
 
-@law("mamba_get_block_table_tensor", cases=states())
+LARGE_STATES = [
+    States(Runs((5, 298), (300, 2)), 2, 1, 0, 1),
+    States((70_000, 3), 16, 2, 1, 2),
+    States((70_000, 65_600, 1), 65_600, 300, 0, 1),
+]
+"""Requests, lengths, blocks and drafts that do not fit 8 and 16 bits."""
+
+
+@law("mamba_get_block_table_tensor", cases=states(), edges=LARGE_STATES)
 def a_state_is_read_from_the_block_of_the_last_token(
     setting: Setting, case: States
 ) -> None:

@@ -1,7 +1,7 @@
 """Laws of the memory of one cache: its shape, its allocation, and the views of its bytes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from random import Random
 from typing import Any
@@ -88,6 +88,7 @@ class Paged:
         order: The five axes, outermost in memory first.
         num_layers: The number of layers in one allocation.
         layout: The layout of an allocation of several layers.
+        kernel_block_size: Slots in a block of the kernels. If None, the engine's.
     """
 
     num_blocks: int
@@ -95,11 +96,12 @@ class Paged:
     order: tuple[int, ...] = (0, 1, 2, 3, 4)
     num_layers: int = 1
     layout: KVCacheLayout = KVCacheLayout.NHD
+    kernel_block_size: int | None = None
 
     def __repr__(self) -> str:
         return (
             f"Paged({self.num_blocks}, {self.spec}, {self.order}, {self.num_layers},"
-            f" {self.layout})"
+            f" {self.layout}, {self.kernel_block_size})"
         )
 
     def raw(self, device: torch.device) -> Tensor:
@@ -195,37 +197,70 @@ def a_layers_cache_is_a_view_of_its_bytes_in_the_order_of_its_axes(
         expect_view("cache", found, raw, case.shape, case.spec.dtype, own)
 
 
-@law("reshape_layered_kv_cache", cases=pages())
+@st.composite
+def layered(draw: st.DrawFn) -> Paged:
+    """Return allocations of several layers, some with padded pages or with kernel blocks."""
+    case = draw(pages())
+    pick = Random(draw(st.integers(0, 2**20)))
+    spec, is_whole = case.spec, case.layout is not KVCacheLayout.LHBNC
+    is_whole &= case.layout is not KVCacheLayout.BHLNC
+    if pick.random() < 0.4 and (is_whole or spec.num_kv_heads == 1):
+        padding = pick.choice([1, 2, 9]) * spec.dtype.itemsize
+        padded = replace(spec, page_size_padded=spec.page_size_bytes + padding)
+        return replace(case, spec=padded)
+    parts = pick.choice([0, 0, 1, 2, 3])
+    size = spec.block_size * max(parts, 1)
+    kernel = spec.block_size if parts else None
+    return replace(case, spec=replace(spec, block_size=size), kernel_block_size=kernel)
+
+
+@law("reshape_layered_kv_cache", cases=layered())
 def each_layer_of_one_allocation_is_stored_where_its_layout_says(
     setting: Setting, case: Paged
 ) -> None:
-    """Each letter of the layout's name is an axis; a head's key and value are adjacent."""
+    """Each letter of the layout's name is an axis; a head's key and value are adjacent.
+
+    The axes after the block are those of a page, whose padding follows. A block of the kernels is
+    a part of a page.
+    """
     raw, spec = case.raw(setting.device), case.spec
     names = {"HND": "LBHNC", "NHD": "LBNHC"}
     letters = names.get(case.layout.name, case.layout.name)
+    slots = case.kernel_block_size or spec.block_size
     sizes = {
         "L": case.num_layers,
-        "B": case.num_blocks,
+        "B": case.num_blocks * (spec.block_size // slots),
         "H": spec.num_kv_heads,
-        "N": spec.block_size,
+        "N": slots,
         "C": 2 * spec.head_size,
     }
+    page_end = max(letters.index("L"), letters.index("B"))
+    page = slots * spec.num_kv_heads * sizes["C"]
+    padding = spec.page_size_bytes // spec.dtype.itemsize - page
+    padding = 0 if case.kernel_block_size else padding
 
     def offset_of(
         layer: int, half: int, block: int, slot: int, head: int, part: int
     ) -> int:
         content = half * spec.head_size + part
         index = {"L": layer, "B": block, "H": head, "N": slot, "C": content}
-        found = 0
-        for letter in letters:
+        found = pages_before = 0
+        for place, letter in enumerate(letters):
             found = found * sizes[letter] + index[letter]
-        return found
+            pages_before = found if place == page_end else pages_before
+        return found + pages_before * padding
 
+    kernel = case.kernel_block_size
     with kept(raw=raw):
         found = setting.candidate.reshape_layered_kv_cache(
-            raw, spec, num_layers=case.num_layers, layout=case.layout
+            raw,
+            spec,
+            num_layers=case.num_layers,
+            layout=case.layout,
+            **({} if kernel is None else {"kernel_block_size": kernel}),
         )
-    shape = (case.num_layers, *case.shape)
+    rest = (slots, spec.num_kv_heads, spec.head_size)
+    shape = (case.num_layers, 2, sizes["B"], *rest)
     expect_view("caches", found, raw, shape, spec.dtype, offset_of)
 
 
@@ -300,6 +335,8 @@ def a_packed_cache_is_split_into_parts_of_sixteen_bytes(
     expect_view("value view", found[1], raw, value_shape, case.dtype, value_offset)
 
 
+PADDED = replace(SPEC, page_size_padded=PAGE + 8)
+
 REJECTED: dict[str, Callable[[Any], Any]] = {
     "less than no blocks": lambda c: c.get_kv_cache_shape(-1, 4, 2, 8),
     "blocks without slots": lambda c: c.get_kv_cache_shape(1, 0, 2, 8),
@@ -333,6 +370,30 @@ REJECTED: dict[str, Callable[[Any], Any]] = {
     ),
     "no layers": lambda c: c.reshape_layered_kv_cache(
         some_bytes(PAGE), SPEC, 0, KVCacheLayout.NHD
+    ),
+    "a kernel block that does not divide a block": lambda c: c.reshape_layered_kv_cache(
+        some_bytes(PAGE), SPEC, 1, KVCacheLayout.NHD, kernel_block_size=3
+    ),
+    "padded pages that a layout divides": lambda c: c.reshape_layered_kv_cache(
+        some_bytes(PAGE + 8), PADDED, 1, KVCacheLayout.BHLNC
+    ),
+    "padded pages that kernel blocks divide": lambda c: c.reshape_layered_kv_cache(
+        some_bytes(PAGE + 8), PADDED, 1, KVCacheLayout.NHD, kernel_block_size=2
+    ),
+    "padded pages whose halves are apart": lambda c: c.reshape_kv_cache(
+        some_bytes(PAGE + 8), PADDED
+    ),
+    "cells of another format": lambda c: c.reshape_kv_cache(
+        some_bytes(PAGE), replace(SPEC, num_head_slots=1, state_content_bytes=64)
+    ),
+    "layered cells of another format": lambda c: c.reshape_layered_kv_cache(
+        some_bytes(PAGE),
+        replace(SPEC, num_head_slots=1, state_content_bytes=64),
+        1,
+        KVCacheLayout.NHD,
+    ),
+    "bytes that are not contiguous": lambda c: c.reshape_layered_kv_cache(
+        some_bytes(2 * PAGE)[::2], SPEC, 1, KVCacheLayout.NHD
     ),
     "a page for two layers": lambda c: c.reshape_layered_kv_cache(
         some_bytes(PAGE * 3), SPEC, 2, KVCacheLayout.NHD

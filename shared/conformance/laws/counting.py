@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.layer_parameters import PerLayerParameters
-from ..generators.steps import Requests, counts, packed, padded, several
+from ..generators.steps import Requests, Runs, counts, packed, padded, several
 from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 
@@ -43,7 +43,19 @@ def prompts(draw: st.DrawFn) -> ChunkedPrompts:
     )
 
 
-@law("compute_causal_conv1d_metadata", cases=several(prompts()))
+LARGE_PROMPTS = [
+    ChunkedPrompts(Runs((8, 298), (17, 2))),
+    ChunkedPrompts((7, 8 * 65_600, 300)),
+    ChunkedPrompts(Runs((0, 3), (1, 65_600), (9, 1))),
+]
+"""Prompts, tokens and chunks that do not fit 8 and 16 bits."""
+
+
+@law(
+    "compute_causal_conv1d_metadata",
+    cases=several(prompts()),
+    edges=[[prompts] for prompts in LARGE_PROMPTS],
+)
 def every_chunk_of_every_prompt_has_its_program(
     setting: Setting, cases: list[ChunkedPrompts]
 ) -> None:
@@ -135,7 +147,20 @@ def deals(draw: st.DrawFn) -> Deal:
     return Deal(tuple(pick.choice(edges) for _ in range(reqs)), ranks, in_a_row)
 
 
-@law("get_dcp_ranks", cases=several(deals()))
+LARGE_DEALS = [
+    Deal((70_000, 300, 1), 300, 1),
+    Deal((70_000, 300, 1), 2, 257),
+    Deal((140_000, 131_200, 65_600), 2, 65_600),
+    Deal(Runs((5, 300)), 8, 2),
+]
+"""Lengths, ranks, runs and numbers of requests that do not fit 8 and 16 bits."""
+
+
+@law(
+    "get_dcp_ranks",
+    cases=several(deals()),
+    edges=[[deal] for deal in LARGE_DEALS],
+)
 def positions_are_interleaved_over_the_ranks(
     setting: Setting, cases: list[Deal]
 ) -> None:
@@ -161,7 +186,11 @@ def positions_are_interleaved_over_the_ranks(
         expect_same("the rank of a far position", found.tolist(), [rank])
 
 
-@law("get_dcp_local_seq_lens", cases=several(deals()))
+@law(
+    "get_dcp_local_seq_lens",
+    cases=several(deals()),
+    edges=[[deal] for deal in LARGE_DEALS],
+)
 def every_token_is_counted_on_one_rank(setting: Setting, cases: list[Deal]) -> None:
     """The result for one rank is its column of the result for all, also for a single rank."""
     for deal in cases:

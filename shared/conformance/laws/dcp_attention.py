@@ -240,14 +240,15 @@ def the_combined_results_of_all_ranks_are_full_attention(
     # step: combine the partial results of the ranks in float64
     lses = torch.stack([lse for _, lse in found if lse is not None]).cpu().double()
     joint = lses.logsumexp(0)
-    shares = torch.exp(lses - joint.masked_fill(joint == -torch.inf, 0.0))
+    # the softmax over no key is 0 / 0
+    shares = lses.softmax(0).masked_fill(lses == -torch.inf, 0.0)
     outs = torch.stack([out for out, _ in found]).cpu().double()
     total = (shares.transpose(1, 2)[..., None] * outs).sum(0)
     # step: compare it with attention over the whole sequences
     answer = whole.answer()
     same, _ = whole.run_into(setting.truth, None, False, compute_dtype=whole.dtype)
-    stored, joined = total.to(whole.dtype), answer.lse.T
-    expect_budget("joint output", stored, answer.out, same, answer.sizes, joined)
+    stored, terms = total.to(whole.dtype), answer.terms(is_joined=True)
+    expect_budget("joint output", stored, answer.out, same, *terms)
     share = judge_log_sum_exp(joint.float(), answer)
     if share > 1:
         raise Disagreement(

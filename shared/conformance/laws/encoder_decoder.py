@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from ...contract.kinds import AttentionType
 from ...contract.sequence_classes import SequenceAttentionMetadata
-from ..generators.steps import counts, expect_unchanged, padded, remember, several
+from ..generators.steps import (
+    Runs,
+    counts,
+    expect_unchanged,
+    padded,
+    remember,
+    several,
+)
 from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
@@ -31,21 +38,21 @@ def both_sides(device: torch.device) -> SequenceAttentionMetadata:
     """Return metadata with every field set; no two fields have the same value."""
     return SequenceAttentionMetadata(
         num_prefills=2,
-        num_prefill_tokens=5,
-        num_decode_tokens=3,
+        num_prefill_tokens=70_005,
+        num_decode_tokens=70_003,
         slot_mapping=torch.arange(8, device=device),
         seq_lens=[2, 3, 14, 15, 16],
         seq_lens_tensor=counts([2, 3, 14, 15, 16], device),
-        max_prefill_seq_len=31,
-        max_decode_seq_len=32,
+        max_prefill_seq_len=70_031,
+        max_decode_seq_len=70_032,
         max_query_len=33,
         max_decode_query_len=1,
         query_start_loc=counts([0, 2, 5, 6, 7, 8], device),
         block_tables=counts(range(10), device).view(5, 2),
         encoder_seq_lens=[4, 6, 7, 8, 9],
         encoder_seq_lens_tensor=counts([4, 6, 7, 8, 9], device),
-        max_encoder_seq_len=34,
-        num_encoder_tokens=10,
+        max_encoder_seq_len=70_034,
+        num_encoder_tokens=70_010,
         cross_slot_mapping=torch.arange(50, 60, device=device),
         cross_block_tables=counts(range(20, 35), device).view(5, 3),
     )
@@ -187,10 +194,10 @@ def a_kind_without_its_lengths_is_rejected(setting: Setting, kind: Kind) -> None
 
 
 TOKENS = {
-    "decoder": (5, 5, 3),
-    "encoder_only": (5, 5, 3),
-    "encoder": (10, 10, 0),
-    "encoder_decoder": (5, 10, 3),
+    "decoder": (70_005, 70_005, 70_003),
+    "encoder_only": (70_005, 70_005, 70_003),
+    "encoder": (70_010, 70_010, 0),
+    "encoder_decoder": (70_005, 70_010, 70_003),
 }
 
 
@@ -203,7 +210,7 @@ def each_kind_of_attention_counts_its_own_tokens(setting: Setting, kind: Kind) -
     for attn_type in (kind.attn_type, AttentionType(kind.attn_type)):
         expect_same("tokens", tuple(get(metadata, attn_type)), right)
     idle = replace(metadata, num_encoder_tokens=0)
-    none = tuple(0 if each == 10 else each for each in right)
+    none = tuple(0 if each == 70_010 else each for each in right)
     expect_same("tokens beside no encoder's", tuple(get(idle, kind.attn_type)), none)
     lacking = replace(metadata, num_encoder_tokens=None)
     if kind.attn_type.startswith("encoder") and kind.attn_type != "encoder_only":
@@ -282,7 +289,21 @@ def rows(draw: st.DrawFn) -> UnevenRows:
     )
 
 
-@law("make_tensor_with_pad", cases=several(rows()))
+LARGE_ROWS = [
+    UnevenRows(((7, 300), (1000,)), 0, torch.int32, None),
+    UnevenRows((Runs((70_000, 300)), (), (65_600,)), 300, torch.int64, 400),
+    UnevenRows((Runs((3, 65_600), (2**31 - 1, 1)), (1,)), 70_000, torch.int32, None),
+    UnevenRows(Runs(((5,), 299), ((5, 6), 1)), -1, torch.int64, 300),
+    UnevenRows(((5,), (6, 7)), -1, torch.int64, 65_600),
+]
+"""Numbers, rows and widths that do not fit 8 and 16 bits."""
+
+
+@law(
+    "make_tensor_with_pad",
+    cases=several(rows()),
+    edges=[[rows] for rows in LARGE_ROWS],
+)
 def rows_are_padded_into_one_tensor(setting: Setting, cases: list[UnevenRows]) -> None:
     for rows in cases:
         given = [list(row) for row in rows.rows]

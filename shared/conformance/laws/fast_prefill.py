@@ -4,6 +4,7 @@ The expected tokens are counted here one by one. The classes derived for such la
 with their base classes.
 """
 
+from collections import Counter
 from dataclasses import FrozenInstanceError, dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -22,9 +23,14 @@ from ...engine.backend_interface import (
 )
 from ..generators.batches import heads_of
 from ..generators.steps import (
+    LONG,
+    MANY,
+    PROMPT,
     Requests,
+    Runs,
     counts,
     expect_fields,
+    expect_numbers,
     expect_unchanged,
     logits_of,
     remember,
@@ -50,11 +56,14 @@ def logits_per_request(step: Requests) -> list[int]:
     """Return the number of tokens per request whose logits are needed."""
     owners = step.owners()
     wanted = [owners[token] for token in logits_of(step)]
-    return [wanted.count(req) for req in range(len(step.new))]
+    found = Counter(wanted)
+    return [found[req] for req in range(len(step.new))]
 
 
 @law(
-    "make_kv_sharing_fast_prefill_common_attn_metadata", cases=several(requests(most=5))
+    "make_kv_sharing_fast_prefill_common_attn_metadata",
+    cases=several(requests(most=5)),
+    edges=[[MANY, LONG, Requests(Runs((3, 300)), Runs((2, 300)))], [PROMPT]],
 )
 def fast_prefill_keeps_only_the_selected_tokens_of_a_prompt(
     setting: Setting, cases: list[Requests]
@@ -94,6 +103,7 @@ def fast_prefill_keeps_only_the_selected_tokens_of_a_prompt(
 @law(
     "make_kv_sharing_fast_prefill_common_attn_metadata",
     cases=several(requests(fewest=1).filter(lambda step: max(step.new) > 1)),
+    edges=[[MANY, LONG]],
 )
 def a_selected_token_attends_to_the_same_keys_as_in_the_whole_step(
     setting: Setting, cases: list[Requests]
@@ -101,9 +111,10 @@ def a_selected_token_attends_to_the_same_keys_as_in_the_whole_step(
     for step in cases:
         whole = wanted_step(step, setting)
         make = setting.candidate.make_kv_sharing_fast_prefill_common_attn_metadata
-        right = [step.seen()[token] for token in logits_of(step)]
+        seen = step.seen()
+        right = [seen[token] for token in logits_of(step)]
         for copy in seen_by(make(whole), step.block_size):
-            expect_same("the visible slots of each selected token", copy, right)
+            expect_numbers("the visible slots of each selected token", copy, right)
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,11 @@ class PlainBackend(AttentionBackend):
         return PlainBuilder
 
 
-@law("create_fast_prefill_custom_backend", cases=several(requests(most=5)))
+@law(
+    "create_fast_prefill_custom_backend",
+    cases=several(requests(most=5)),
+    edges=[[MANY, LONG]],
+)
 def a_fast_prefill_layer_gets_the_selected_tokens_and_the_whole_step(
     setting: Setting, cases: list[Requests]
 ) -> None:

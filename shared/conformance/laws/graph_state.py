@@ -25,6 +25,7 @@ from ..generators.graph_histories import (
     state_of,
 )
 from ..generators.steps import (
+    Runs,
     counts,
     expect_fields,
     expect_unchanged,
@@ -99,7 +100,22 @@ def the_graph_support_of_a_step_is_that_of_its_weakest_group(
         expect_same("the weakest backend", found.min_cg_attn_backend, weakest[1])
 
 
-@law("CommonAttentionState", cases=several(histories()))
+MANY_DECODES = [
+    GraphHistory(
+        (300, 260),
+        2,
+        True,
+        (
+            DecodeBatch(Runs((5, 299), (LONGEST, 1)), 2),
+            DecodeBatch(Runs((300, 258)), 1),
+        ),
+    ),
+    GraphHistory((2, 3), 300, True, (DecodeBatch((7, LONGEST), 290, 260),)),
+]
+"""Decodes and blocks of a row that do not fit eight bits."""
+
+
+@law("CommonAttentionState", cases=several(histories()), edges=[MANY_DECODES])
 def a_captured_step_has_harmless_values_in_all_rows(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
@@ -157,7 +173,7 @@ def a_captured_step_has_harmless_values_in_all_rows(
         expect_same("captured by a clone", clone.captured_batch_sizes, [])
 
 
-@law("CommonAttentionState", cases=several(histories()))
+@law("CommonAttentionState", cases=several(histories()), edges=[MANY_DECODES])
 def a_refill_overwrites_all_values_of_an_older_batch(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
@@ -184,7 +200,7 @@ def a_refill_overwrites_all_values_of_an_older_batch(
         expect_same("starts of the captured step", captured.query_start_loc, starts)
 
 
-@law("CommonAttentionState", cases=several(histories()))
+@law("CommonAttentionState", cases=several(histories()), edges=[MANY_DECODES])
 def a_replay_equals_the_function_called_on_the_batch_alone(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:
@@ -230,7 +246,7 @@ def summed(metadata: SequenceAttentionMetadata, x: Tensor) -> Tensor:
     return x * 0 + total
 
 
-@law("CommonAttentionState", cases=several(histories()))
+@law("CommonAttentionState", cases=several(histories()), edges=[MANY_DECODES])
 def a_replay_does_not_depend_on_older_replays(
     setting: Setting, cases: list[GraphHistory]
 ) -> None:

@@ -95,7 +95,7 @@ def nothing_past_the_end_of_a_tensor_is_read(setting: Setting, kind: str) -> Non
         lens = (9,) * (MANY_REQS.get(setting.device.type, 1100) - 1) + (37,)
     call = tight_call(kind, setting, lens)
     close = replace(call, arguments=all_guarded(setting, call.arguments))
-    expect_right(setting, call, run_call(setting, close))
+    expect_right(setting, call, run_call(setting, close, is_guarded=True))
 
 
 @law("paged_attention", cases=KINDS)
@@ -106,7 +106,7 @@ def block_table_entries_past_the_end_of_a_sequence_are_never_read(
     call = tight_call(kind, setting, (37, 37), spare=3)
     table = with_guarded_rows(setting, call.arguments["block_table"], len(call.rows[0]))
     close = replace(call, arguments=call.arguments | {"block_table": table})
-    expect_right(setting, call, run_call(setting, close))
+    expect_right(setting, call, run_call(setting, close, is_guarded=True))
 
 
 @law("encoder_attention", cases=["decode", "prefill", "not causal"])
@@ -115,7 +115,7 @@ def nothing_past_the_end_of_a_ragged_tensor_is_read(
 ) -> None:
     call = ragged_call(tight_call(kind, setting))
     close = replace(call, arguments=all_guarded(setting, call.arguments))
-    expect_right(setting, call, run_call(setting, close))
+    expect_right(setting, call, run_call(setting, close, is_guarded=True))
 
 
 @law(*WAYS, cases=WAYS)

@@ -173,6 +173,24 @@ def there_may_be_any_number_of_requests(setting: Setting, batch: LargeBatch) -> 
     expect_right_batch(setting, batch)
 
 
+def decodes(count: int, *lens: int, needle: str = "last") -> LargeBatch:
+    """Return decodes of the lengths in turn, with one small head."""
+    kv_lens = tuple(lens[req % len(lens)] for req in range(count))
+    plan = BatchPlan((1,) * count, kv_lens, kv_heads=1, group=1, head_size=8)
+    return LargeBatch(replace(plan, needle=needle))
+
+
+LONG = [
+    *(decodes(1, 1025), decodes(1, 4097, needle="first"), decodes(2, 12001, 3)),
+    decodes(300, 1, 2),
+]
+
+
+@law("paged_attention", cases=LONG)
+def sequences_may_be_long_and_decodes_many(setting: Setting, batch: LargeBatch) -> None:
+    expect_right_batch(setting, batch)
+
+
 @law(
     "paged_attention",
     cases=[(1, 32 * tiles) for tiles in range(1, 25)]

@@ -74,7 +74,8 @@ def expect_latents(
         lse=same_lse,
         compute_dtype=dtype,
     )
-    expect_budget("output", out, answer.out, same, answer.sizes)
+    terms = answer.terms(is_joined=way == WAYS[1])
+    expect_budget("output", out, answer.out, same, *terms)
     rest = lse[:, batch.tokens :].cpu()
     expect_same(
         "log-sum-exp after the last request",
@@ -100,7 +101,19 @@ def expect_latents(
         )
 
 
-@law("latent_decode_attention", cases=latent_plans())
+EDGES = [
+    LatentPlan((1, 3), (33, 20), heads=2, needle=needle, is_rope=is_rope, rope_size=size)
+    for needle, is_rope, size in (
+        ("last", True, 1.0),
+        ("block edge", True, 1.0),
+        ("first", False, 1.0),
+        ("none", False, 3.0),
+    )
+]  # fmt: skip
+"""Batches in which the rope part of a key decides, or the rest of it."""
+
+
+@law("latent_decode_attention", cases=latent_plans(), edges=EDGES)
 def a_decode_over_latents_is_full_multi_head_attention(
     setting: Setting, plan: LatentPlan
 ) -> None:
@@ -108,7 +121,7 @@ def a_decode_over_latents_is_full_multi_head_attention(
     expect_latents(setting, batch, WAYS[0], run_latents(setting, batch, WAYS[0]))
 
 
-@law("latent_decode_attention", cases=latent_plans())
+@law("latent_decode_attention", cases=latent_plans(), edges=EDGES[:2])
 def a_decode_over_latents_attends_to_its_window_only(
     setting: Setting, plan: LatentPlan
 ) -> None:
@@ -117,7 +130,7 @@ def a_decode_over_latents_attends_to_its_window_only(
     expect_latents(setting, batch, WAYS[0], run_latents(setting, batch, WAYS[0]))
 
 
-@law("latent_prefill_attention", cases=latent_plans())
+@law("latent_prefill_attention", cases=latent_plans(), edges=EDGES)
 def a_prefill_over_latents_is_full_multi_head_attention(
     setting: Setting, plan: LatentPlan
 ) -> None:

@@ -13,11 +13,16 @@ import torch
 from hypothesis import strategies as st
 
 from ..generators.steps import (
+    LONG,
+    MANY,
+    PROMPT,
     Requests,
+    Runs,  # noqa: F401 (a failing case is evaluated here)
     bare_step,
     counts,
     draw_requests,
     expect_fields,
+    expect_numbers,
     expect_rows,
     expect_unchanged,
     flags_of,
@@ -98,7 +103,28 @@ def chunked(draw: st.DrawFn) -> Chunked:
     return Chunked(step, blocks, pick.choice([0, 1]), pick.choice([None, True, False]))
 
 
-@law("make_local_attention_virtual_batches", cases=several(chunked()))
+FAR_CHUNKS = [
+    Chunked(MANY, 1),
+    Chunked(Requests((300, 2), (1190, 3)), 300, spare=1, flag=True),
+    Chunked(LONG, 300),
+    Chunked(LONG, 1, flag=False),
+    Chunked(Requests((1, 2), (70_000, 65_600), 1), 1),
+    Chunked(Requests((2,), (65_599,), 4), 16_400),
+]
+"""Requests, chunks and lengths of chunks that do not fit 8 and 16 bits."""
+
+
+@law(
+    "make_local_attention_virtual_batches",
+    cases=several(chunked()),
+    edges=[
+        [each]
+        for each in (
+            *FAR_CHUNKS,
+            Chunked(PROMPT, 3),
+        )
+    ],
+)
 def every_chunk_with_new_tokens_is_a_request(
     setting: Setting, cases: list[Chunked]
 ) -> None:
@@ -121,8 +147,9 @@ def every_chunk_with_new_tokens_is_a_request(
         lens = [keys for _, _, _, keys in virtual]
         starts = counts([0, *accumulate(new)])
         size, rows = step.block_size, step.rows()
+        causal, prefilling = flags_of(step, 1), flags_of(step, 2)
         pieces = [
-            rows[req][number * case.blocks :][: -(-keys // size)]
+            rows[req][number * case.blocks : number * case.blocks - (-keys // size)]
             for req, number, _, keys in virtual
         ]
         expect_rows("block_table_tensor", found.block_table_tensor.cpu(), pieces)
@@ -140,19 +167,21 @@ def every_chunk_with_new_tokens_is_a_request(
             "max_query_len": max(new, default=0),
             "max_seq_len": max(lens, default=0),
             "block_table_tensor": found.block_table_tensor,
-            "causal": torch.tensor(
-                [flags_of(step, 1)[r] for r in reqs], dtype=torch.bool
-            )
+            "causal": torch.tensor([causal[req] for req in reqs], dtype=torch.bool)
             if case.flag is None
             else case.flag,
             "is_prefilling": torch.tensor(
-                [flags_of(step, 2)[req] for req in reqs], dtype=torch.bool
+                [prefilling[req] for req in reqs], dtype=torch.bool
             ),
         }
         expect_fields("virtual requests", found, right, device)
 
 
-@law("make_local_attention_virtual_batches", cases=several(chunked()))
+@law(
+    "make_local_attention_virtual_batches",
+    cases=several(chunked()),
+    edges=[[each] for each in FAR_CHUNKS],
+)
 def a_token_of_a_virtual_request_attends_to_its_own_chunk(
     setting: Setting, cases: list[Chunked]
 ) -> None:
@@ -163,7 +192,9 @@ def a_token_of_a_virtual_request_attends_to_its_own_chunk(
             case.chunk, bare_step(step, setting.device), step.block_size
         )
         for copy in seen_by(found, step.block_size):
-            expect_same("the visible slots of each token", copy, step.seen(case.chunk))
+            expect_numbers(
+                "the visible slots of each token", copy, step.seen(case.chunk)
+            )
         expect_same(
             "the slots that are written", found.slot_mapping.tolist(), step.slots()
         )

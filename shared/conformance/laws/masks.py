@@ -43,6 +43,8 @@ KINDS = (
 
 ALIKE = (KINDS[:3], KINDS[3:7], KINDS[7:8], KINDS[8:])
 """Groups of kinds: each group is tested by one law."""
+TREE = (-1, 0, 0, 1)
+"""Parents of four new tokens: the third one is the sibling of an ancestor of the fourth."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,32 @@ def expect_right_case(setting: Setting, case: MaskCase) -> None:
     expect_right(setting, call, run_call(setting, call))
 
 
-@law("paged_attention", cases=mask_cases(ALIKE[0]))
+EDGES = [
+    # the query has position 38, unless new tokens follow it or its keys are fewer
+    *(MaskCase(3, 40, "causal", 7, 1, needle) for needle in (0, 38, 39)),
+    MaskCase(3, 40, "not causal", 7, 1, 39),
+    *(MaskCase(3, 40, "flags", 7, 1, 39, flag=flag) for flag in (False, True)),
+    *(MaskCase(3, 40, "window", 7, 1, needle) for needle in (31, 32)),
+    *(MaskCase(20, 40, "window to both sides", 7, 9, needle) for needle in (22, 23, 35, 36)),
+    *(MaskCase(3, 40, "chunks", 16, 1, needle) for needle in (31, 32)),
+    *(MaskCase(3, 35, "window and chunks", 7, 1, needle) for needle in (29, 30)),
+    *(MaskCase(3, 40, "range", 7, 1, needle, 10, 20) for needle in (9, 10, 20, 21)),
+    MaskCase(3, 40, "range", 7, 0, 39, 39, 39),
+    *(MaskCase(4, 24, "tree", 7, 3, needle, parents=TREE) for needle in (20, 21, 22)),
+    *(
+        MaskCase(4, 24, "window in a tree", 3, 3, needle, parents=TREE)
+        for needle in (19, 20, 22)
+    ),
+]  # fmt: skip
+"""Cases with a needle on each side of an edge of each kind of mask."""
+
+
+def edges_of(kinds: tuple[str, ...], is_paged: bool = True) -> list[MaskCase]:
+    """Return the cases of EDGES of some kinds, on paged or on ragged keys."""
+    return [replace(case, is_paged=is_paged) for case in EDGES if case.kind in kinds]
+
+
+@law("paged_attention", cases=mask_cases(ALIKE[0]), edges=edges_of(ALIKE[0]))
 def a_query_attends_to_all_keys_up_to_itself_and_none_after(
     setting: Setting, case: MaskCase
 ) -> None:
@@ -240,14 +267,14 @@ def a_query_attends_to_all_keys_up_to_itself_and_none_after(
     expect_right_case(setting, case)
 
 
-@law("paged_attention", cases=mask_cases(ALIKE[1]))
+@law("paged_attention", cases=mask_cases(ALIKE[1]), edges=edges_of(ALIKE[1]))
 def a_query_attends_to_no_key_outside_of_its_window_or_chunk(
     setting: Setting, case: MaskCase
 ) -> None:
     expect_right_case(setting, case)
 
 
-@law("paged_attention", cases=mask_cases(ALIKE[2]))
+@law("paged_attention", cases=mask_cases(ALIKE[2]), edges=edges_of(ALIKE[2]))
 def a_query_attends_to_its_multimodal_range_whatever_else_masks_it(
     setting: Setting, case: MaskCase
 ) -> None:
@@ -255,7 +282,7 @@ def a_query_attends_to_its_multimodal_range_whatever_else_masks_it(
     expect_right_case(setting, case)
 
 
-@law("paged_attention", cases=mask_cases(ALIKE[3]))
+@law("paged_attention", cases=mask_cases(ALIKE[3]), edges=edges_of(ALIKE[3]))
 def a_new_token_of_a_tree_attends_to_its_ancestors_and_no_sibling(
     setting: Setting, case: MaskCase
 ) -> None:
@@ -263,7 +290,11 @@ def a_new_token_of_a_tree_attends_to_its_ancestors_and_no_sibling(
     expect_right_case(setting, case)
 
 
-@law("encoder_attention", cases=mask_cases(KINDS[:8], is_paged=False))
+@law(
+    "encoder_attention",
+    cases=mask_cases(KINDS[:8], is_paged=False),
+    edges=edges_of(KINDS[:8], is_paged=False),
+)
 def ragged_keys_are_masked_as_paged_keys_are(setting: Setting, case: MaskCase) -> None:
     expect_right_case(setting, case)
 

@@ -7,7 +7,7 @@ apart, or far from 0.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...contract.budgets import ROUNDINGS_INSIDE
+from ...contract.budgets import ROUNDINGS_INSIDE, SCORE_EPS, moved_by_scores
 from ..generators.batches import DTYPES, NAN
 from ..generators.reuse import compiled
 from ..harness.canaries import expect_own_memory, kept
@@ -71,6 +71,8 @@ class Parts:
         for part in range(self.parts):
             shape = (self.tokens, self.heads, self.size)
             output = torch.randn(shape, generator=generator)
+            # so that the first element of a merged row is the sum of its shares
+            output[..., 0] = 1
             lse = torch.randn(shape[:2], generator=generator) * self.spread + self.level
             is_empty = torch.rand(shape[:2], generator=generator) < self.empty
             output[is_empty], lse[is_empty] = NAN, self.mark
@@ -108,7 +110,7 @@ def all_parts(draw: st.DrawFn, parts: int | None = None) -> Parts:
         dtype=kernel.choice(DTYPES),
         views=tuple(kernel.choice(VIEWS) for _ in range(count)),
         spread=pick.choice([0.0, 0.5, 5.0, 60.0, 1e4]),
-        level=pick.choice([0.0, 0.0, 7.0, -300.0, 3e4, -9e4]),
+        level=pick.choice([0.0, 0.0, 7.0, -300.0, 3e4, -9e4, 1e6, -1e8]),
         empty=pick.choice([0.0, 0.3, 0.8, 1.0]),
         mark=pick.choice([-INF, -INF, INF]),
         base_2=kernel.random() < 0.4,
@@ -119,17 +121,42 @@ def all_parts(draw: st.DrawFn, parts: int | None = None) -> Parts:
     )
 
 
-def join(outputs: Tensor, natural: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the combined output and log-sum-exp, and the weighted mean of absolute values.
+def join(outputs: Tensor, shares: Tensor) -> Tensor:
+    """Return the weighted mean of partial outputs.
 
     Args:
         outputs: [parts, tokens, heads, size] partial outputs. Empty rows are not read.
-        natural: [parts, tokens, heads] natural log-sum-exps; -inf in empty rows.
+        shares: [parts, tokens, heads], 0 in empty rows.
     """
-    joint = natural.logsumexp(0)
-    shares = torch.exp(natural - joint.masked_fill(joint == -INF, 0.0))[..., None]
-    read = outputs.masked_fill((natural == -INF)[..., None], 0.0)
-    return (shares * read).sum(0), joint, (shares * read.abs()).sum(0)
+    return (shares[..., None] * outputs).sum(0)
+
+
+def budget_terms(
+    outputs: Tensor, shares: Tensor, natural: Tensor
+) -> tuple[Tensor, None, Tensor, Tensor]:
+    """Return the arguments of `judge_rows` from `magnitude` on.
+
+    Args:
+        outputs: [parts, tokens, heads, size] partial outputs, 0 in empty rows.
+        shares, natural: [parts, tokens, heads] shares and natural log-sum-exps.
+    """
+    average = join(outputs.abs(), shares)
+    # the rounding error of a weight grows with the log-sum-exps that it is computed from
+    is_empty = natural == -INF
+    errors = SCORE_EPS * natural.abs().masked_fill(is_empty, 0.0).amax(0)
+    # each token and head is a row of parts
+    weights = shares.flatten(1).T[:, None]
+    moved = moved_by_scores(
+        weights,
+        errors.flatten()[:, None, None].expand_as(weights),
+        outputs.abs().flatten(1, 2).transpose(0, 1),
+        average.flatten(0, 1)[:, None],
+    ).view(average.shape)
+    empty = is_empty[..., None]
+    smallest = outputs.masked_fill(empty, INF).amin(0)
+    largest = outputs.masked_fill(empty, -INF).amax(0)
+    every = torch.stack([smallest, largest])
+    return average, None, moved, every.masked_fill(every.isinf(), 0.0)
 
 
 def expect_joined(
@@ -152,16 +179,20 @@ def expect_joined(
         Disagreement: a dtype, a shape, an empty row, or an error outside the error budget.
     """
     unit = math.log(2) if parts.base_2 else 1.0
-    stacked = torch.stack(outputs).cpu()
     given = torch.stack(lses).cpu()
     given = given.masked_fill(~given.isfinite(), -INF)
-    exact, joint, sizes = join(stacked.double(), given.double() * unit)
-    same, _, _ = join(stacked.float(), given.float() * unit)
-    expect_same("dtype of the output", output.dtype, parts.dtype)
-    # the rounding error of a weight grows with the log-sum-exps that it is computed from
     largest = given.masked_fill(given == -INF, 0.0).abs().amax(0)
-    weight = (largest.double() * unit)[..., None]
-    expect_budget("joint output", output, exact, same.to(parts.dtype), sizes, weight)
+    natural = given.double() * unit
+    joint = natural.logsumexp(0)
+    # the softmax over no part is 0 / 0
+    shares = natural.softmax(0).masked_fill(natural == -INF, 0.0)
+    stacked = torch.stack(outputs).cpu().double()
+    stacked = stacked.masked_fill((natural == -INF)[..., None], 0.0)
+    exact = join(stacked, shares)
+    same = join(stacked.float(), shares.float()).to(parts.dtype)
+    expect_same("dtype of the output", output.dtype, parts.dtype)
+    terms = budget_terms(stacked, shares, natural)
+    expect_budget("joint output", output, exact, same, *terms)
     if lse is None:
         return
     expect_same("dtype of the joint log-sum-exp", lse.dtype, parts.lse_dtype)
@@ -223,6 +254,72 @@ def two_partial_results_combine_by_their_weight(setting: Setting, parts: Parts) 
             lse.isnan().cpu(),
             torch.ones(shape).bool(),
         )
+
+
+LEVELS = [
+    Parts(
+        2 + index % 2, 3, 2, 5, DTYPES[index % 3 - 1], ("packed",) * 3, spread, level,
+        0.0, -INF, index % 4 == 3,
+    )
+    for index, (level, spread) in enumerate(
+        (sign * 10.0**exponent, spread * 10.0**exponent)
+        for exponent in range(2, 9)
+        for sign, spread in ((1, 0.0), (-1, 0.0), (1, 0.3))
+    )
+]  # fmt: skip
+"""Partial results of equal weights, and of very different ones, far from 0."""
+
+
+@law("merge_attn_states", cases=[replace(each, parts=2) for each in LEVELS])
+def shares_of_two_results_sum_to_one_at_every_log_sum_exp(
+    setting: Setting, parts: Parts
+) -> None:
+    """Beside a rounded joint log-sum-exp of 1e8 both have the share 1."""
+    two_results_are_right(setting, parts)
+
+
+@law("lse_weighted_combine", cases=LEVELS)
+def shares_of_many_results_sum_to_one_at_every_log_sum_exp(
+    setting: Setting, parts: Parts
+) -> None:
+    outputs, lses = parts.draw(setting.device)
+    ours = [each.T for each in lses]
+    output, lse = setting.candidate.lse_weighted_combine(
+        torch.stack(outputs), torch.stack(ours), is_lse_base_on_e=not parts.base_2
+    )
+    expect_joined(parts, outputs, ours, output, lse)
+
+
+def two_results_are_right(setting: Setting, parts: Parts) -> None:
+    """Merge both results of `parts` into new tensors, and check them."""
+    (prefix, suffix), lses = parts.draw(setting.device)
+    base = 2.0 if parts.base_2 else math.e
+    output, lse = torch.empty_like(prefix), torch.empty_like(lses[0])
+    setting.candidate.merge_attn_states(
+        prefix, lses[0], suffix, lses[1], output=output, output_lse=lse,
+        prefix_lse_base=base, suffix_lse_base=base,
+    )  # fmt: skip
+    ours = [each.T for each in lses]
+    expect_joined(parts, [prefix, suffix], ours, output, lse.T)
+
+
+@law("merge_attn_states", cases=[0, 1])
+def a_log_sum_exp_that_is_nan_makes_its_row_nan(setting: Setting, part: int) -> None:
+    """It is an error of the kernel that wrote it, which an empty set would hide."""
+    parts = Parts(
+        2, 3, 2, 5, torch.float32, ("packed",) * 2, 1.0, 0.0, 0.0, -INF, False
+    )
+    (prefix, suffix), lses = parts.draw(setting.device)
+    lses[part][1, 2] = NAN
+    output, lse = torch.empty_like(prefix), torch.empty_like(lses[0])
+    setting.candidate.merge_attn_states(
+        prefix, lses[0], suffix, lses[1], output=output, output_lse=lse
+    )
+    right = torch.zeros(2, 3, dtype=torch.bool)
+    right[1, 2] = True
+    expect_same("which log-sum-exps are NaN", lse.isnan().cpu(), right)
+    expect_same("which rows are NaN", output.isnan().all(2).T.cpu(), right)
+    expect_same("which rows have a NaN", output.isnan().any(2).T.cpu(), right)
 
 
 @law("merge_attn_states", cases=all_parts(2))

@@ -18,10 +18,16 @@ from ...contract.operations import CONCEPTS
 from ...engine.backend_interface import AttentionMetadataBuilder
 from ..generators.batches import GARBAGE
 from ..generators.steps import (
+    CROWD,
+    LONG,
+    MANY,
+    PROMPT,
     Requests,
+    Runs,  # noqa: F401 (a failing case is evaluated here)
     counts,
     draw_requests,
     expect_fields,
+    expect_numbers,
     expect_rows,
     requests,
     seen_by,
@@ -46,7 +52,11 @@ def build(setting: Setting, step: Requests) -> CommonAttentionMetadata:
     return found
 
 
-@law("build_common_attn_metadata", cases=several(requests(most=5)))
+@law(
+    "build_common_attn_metadata",
+    cases=several(requests(most=5)),
+    edges=[[MANY, LONG], [PROMPT]],
+)
 def every_field_of_a_step_follows_from_its_requests(
     setting: Setting, cases: list[Requests]
 ) -> None:
@@ -77,7 +87,11 @@ def every_field_of_a_step_follows_from_its_requests(
         )
 
 
-@law("build_common_attn_metadata", cases=several(requests(most=5, fewest=1)))
+@law(
+    "build_common_attn_metadata",
+    cases=several(requests(most=5, fewest=1)),
+    edges=[[MANY, LONG]],
+)
 def a_token_is_written_where_it_is_read(
     setting: Setting, cases: list[Requests]
 ) -> None:
@@ -85,7 +99,7 @@ def a_token_is_written_where_it_is_read(
     for step in cases:
         found = build(setting, step)
         for copy in seen_by(found, step.block_size):
-            expect_same("the visible slots of each token", copy, step.seen())
+            expect_numbers("the visible slots of each token", copy, step.seen())
             own = [slots[-1] for slots in copy]
             expect_same("the slots that are written", found.slot_mapping.tolist(), own)
 
@@ -238,7 +252,20 @@ def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
     }
 
 
-@law("build_attn_metadata", cases=several(groups()))
+LARGE_GROUPS = [
+    LayerGroups(MANY, (2, 300), spare=3, padding=300),
+    LayerGroups(LONG, (1,), spare=1, padding=65_600),
+    LayerGroups(PROMPT, (1,), spare=1, padding=2, counted=False),
+    LayerGroups(CROWD, (1,), spare=3),
+    LayerGroups(Requests((1,), (2,)), (1,) * 260, spare=0),
+]
+
+
+@law(
+    "build_attn_metadata",
+    cases=several(groups()),
+    edges=[[case] for case in LARGE_GROUPS],
+)
 def every_group_of_layers_is_built_from_its_own_table(
     setting: Setting, cases: list[LayerGroups]
 ) -> None:

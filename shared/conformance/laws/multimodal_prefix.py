@@ -13,7 +13,16 @@ import torch
 from hypothesis import strategies as st
 
 from ...contract.multimodal_features import MultiModalFeature
-from ..generators.steps import Requests, counts, draw_requests, several
+from ..generators.steps import (
+    CROWD,
+    LONG,
+    MANY,
+    Requests,
+    Runs,
+    counts,
+    draw_requests,
+    several,
+)
 from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
 
@@ -63,8 +72,9 @@ def prompts(draw: st.DrawFn) -> ImagePrompts:
 
 def runs_of(positions: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and last position of each run of consecutive positions."""
-    firsts = [position for position in positions if position - 1 not in positions]
-    lasts = [position for position in positions if position + 1 not in positions]
+    known = set(positions)
+    firsts = [position for position in positions if position - 1 not in known]
+    lasts = [position for position in positions if position + 1 not in known]
     return list(zip(firsts, lasts, strict=True))
 
 
@@ -92,7 +102,43 @@ def ranges_of(
     ]
 
 
-@law("compute_mm_prefix_ranges", cases=several(prompts()))
+LARGE_PROMPTS = [
+    ImagePrompts(
+        (
+            (
+                MultiModalFeature(
+                    "image", 65_600, 600, Runs((True, 299), (False, 1), (True, 300))
+                ),
+                MultiModalFeature("image", 70_000, 65_600, None),
+            ),
+        ),
+        window,
+        window is None,
+        modulus,
+    )
+    for window, modulus in (
+        (None, 0),
+        (299, 0),
+        (300, 256),
+        (65_600, 0),
+        (None, 65_536),
+    )
+] + [
+    ImagePrompts(
+        Runs(((), 299), ((MultiModalFeature("image", 0, 2, None),) * 260, 1)),
+        None,
+        True,
+        0,
+    )
+]
+"""Positions, lengths, windows, prompts and images that do not fit 8 and 16 bits."""
+
+
+@law(
+    "compute_mm_prefix_ranges",
+    cases=several(prompts()),
+    edges=[[prompts] for prompts in LARGE_PROMPTS],
+)
 def ranges_are_the_runs_of_an_images_tokens(
     setting: Setting, cases: list[ImagePrompts]
 ) -> None:
@@ -170,7 +216,24 @@ def images(draw: st.DrawFn) -> Images:
     )
 
 
-@law("compute_mm_prefix_range_tensor", cases=several(images()))
+LARGE_IMAGES = [
+    Images(MANY, ((299, ((3, 4),)), (298, ((260, 290), (300, 560)))), spare=300),
+    Images(LONG, ((1, ((0, 9), (69_990, 70_001))), (0, ((65_590, 131_200),))), 0),
+    Images(
+        Requests((5,), (1190,)),
+        ((0, tuple((4 * each, 4 * each + 2) for each in range(300))),),
+        0,
+    ),
+    Images(CROWD, ((65_599, ((3, 9),)),), spare=3),
+]
+"""Requests, positions and images per request that do not fit 8 and 16 bits."""
+
+
+@law(
+    "compute_mm_prefix_range_tensor",
+    cases=several(images()),
+    edges=[[images] for images in LARGE_IMAGES],
+)
 def ranges_are_padded_with_ranges_of_one_token(
     setting: Setting, cases: list[Images]
 ) -> None:
@@ -200,7 +263,11 @@ def ranges_are_padded_with_ranges_of_one_token(
 UNTOUCHED = -99
 
 
-@law("fill_mm_prefix_query_ranges", cases=several(images()))
+@law(
+    "fill_mm_prefix_query_ranges",
+    cases=several(images()),
+    edges=[[images] for images in LARGE_IMAGES],
+)
 def every_new_token_gets_the_range_that_holds_it(
     setting: Setting, cases: list[Images]
 ) -> None:

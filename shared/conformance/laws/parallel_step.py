@@ -22,7 +22,7 @@ from ...engine.rank_group import RankGroup
 from ..generators.batches import DTYPES, LAYOUTS, NAN
 from ..generators.options import Call
 from ..harness.calling import expect_right
-from ..harness.canaries import kept
+from ..harness.canaries import checked_values, kept
 from ..harness.expect import Disagreement, expect_rejection, expect_same
 from ..harness.law import Setting, law
 from ..harness.ranks import run_ranks
@@ -428,22 +428,33 @@ def invalid_parallel_steps_are_rejected(setting: Setting, what: str) -> None:
         )
 
 
-@law("DecodeContextParallel", cases=["splits", "interleave_size"])
+OF_RANKS: dict[str, tuple[Any, Any]] = {
+    "num_query_heads": (2, 4),
+    "head_size": (16, 32),
+    "max_num_tokens": (4, 5),
+    "interleave_size": (1, 2),
+    "exchange": ("all_to_all", "reduce_scatter"),
+    "splits": (KeySplits(2), KeySplits(4)),
+    "the default splits": (None, KeySplits(2)),
+    "value_head_size": (None, 8),
+    "dtype": (torch.float32, torch.bfloat16),
+}
+"""Arguments of two ranks that differ."""
+
+
+@law("DecodeContextParallel", cases=list(OF_RANKS))
 def ranks_that_do_not_agree_on_the_step_are_rejected(
     setting: Setting, what: str
 ) -> None:
     """Every rank raises, before any result is exchanged."""
+    name = what.removeprefix("the default ")
 
     def work(ranks: RankGroup) -> str:
-        ways: dict[str, dict[str, Any]] = {
-            "splits": {"splits": KeySplits(2 * (1 + ranks.rank))},
-            "interleave_size": {"interleave_size": 1 + ranks.rank},
-        }
+        given = {"num_query_heads": 2, "head_size": 16, "max_num_tokens": 4}
+        given[name] = OF_RANKS[what][ranks.rank]
+        make = setting.candidate.DecodeContextParallel
         try:
-            setting.candidate.DecodeContextParallel(
-                ranks, num_query_heads=2, head_size=16, max_num_tokens=4,
-                device=setting.device, **ways[what],
-            )  # fmt: skip
+            make(ranks, **given, device=setting.device)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -451,3 +462,47 @@ def ranks_that_do_not_agree_on_the_step_are_rejected(
     for rank, message in enumerate(run_ranks(2, work, 0, setting.device)):
         if f"rank {rank}" not in message:
             raise Disagreement("error", f"of rank {rank}", message, f"rank {rank} ...")
+
+
+DIFFERENT_BATCHES: dict[str, Change] = {
+    "query_start_loc": lambda given: {
+        "query_start_loc": given["query_start_loc"].clamp(max=2)
+    },
+    "seq_lens": lambda given: {"seq_lens": given["seq_lens"] - 1},
+    "num_tokens": lambda given: {"num_tokens": len(given["query"]) + 1},
+    "max_seq_len": lambda given: {"max_seq_len": given["max_seq_len"] + 1},
+    "requests": lambda given: {
+        "query_start_loc": given["query_start_loc"][[0, 1, 2, 2]],
+        "seq_lens": given["seq_lens"].repeat(2)[:3],
+        "block_table": given["block_table"].repeat(2, 1)[:3],
+    },
+    "causal": lambda given: {"causal": False},
+    "block_shape": lambda given: {"key_cache": given["key_cache"].repeat(1, 1, 2, 1)},
+    "cache_dtype": lambda given: {"key_cache": given["key_cache"].double()},
+}
+"""Arguments of `prepare` on the second rank, which are right by themselves."""
+
+
+@law("DecodeContextParallel", cases=list(DIFFERENT_BATCHES))
+def ranks_that_do_not_agree_on_the_batch_are_rejected(
+    setting: Setting, what: str
+) -> None:
+    """Where contents are validated. Every rank raises, before any result is exchanged."""
+    dealt = replace(ONE, ranks=2)
+    whole = whole_call(dealt, setting.device)
+
+    def work(ranks: RankGroup) -> str:
+        given = dealt.share(whole, ranks.rank).arguments
+        step = make_step(setting, ranks, 1, len(whole.query) + 1, given)
+        changes = DIFFERENT_BATCHES[what](given) if ranks.rank else {}
+        try:
+            prepare(step, given, **changes)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with checked_values():
+        found = run_ranks(2, work, 0, setting.device)
+    for rank, message in enumerate(found):
+        if f"{what} = " not in message:
+            raise Disagreement("error", f"of rank {rank}", message, f"{what} = ...")

@@ -88,7 +88,8 @@ def run_rank(
     args = (call.query[own], keys[own], values[own], share)
     # the buffers are used again
     prefill.attend(args[0] + 1, args[1] * 2, args[2] - 1, share, options=options)
-    return own, prefill.attend(*args, lse=lse, options=options), lse
+    scale = call.arguments.get("scale")
+    return own, prefill.attend(*args, scale=scale, lse=lse, options=options), lse
 
 
 def in_order(found: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

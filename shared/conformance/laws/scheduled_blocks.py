@@ -4,6 +4,7 @@ A plain model of the cache holds, for each slot, all tokens of the sequence up t
 stored in it.
 """
 
+from ..generators.block_model import Content, content_of
 from ..generators.traffic import (
     Arrival,  # noqa: F401 (a failing case is evaluated here)
     Traffic,
@@ -23,25 +24,31 @@ def a_request_is_scheduled_after_the_tokens_that_earlier_steps_stored(
     """
     for traffic in cases:
         size = traffic.block_size
-        slots: dict[int, dict[int, tuple[int, ...]]] = {}
+        slots: dict[int, dict[int, Content]] = {}
         for step in serve_case(setting, traffic):
             for source, target in step.output.blocks_to_copy:
                 slots[target] = dict(slots.get(source, {}))
             for block_id in step.output.new_block_ids:
                 slots[block_id] = {}
             for each in step.output.scheduled_requests:
-                tokens = tuple(each.request.token_ids)
-                for position in range(each.num_computed_tokens):
+                number, tokens = each.request.request_id, each.request.token_ids
+                assert isinstance(number, int)
+                extra, first = traffic.arrivals[number].extra, 0
+                if traffic.window is not None:
+                    first = max(0, each.num_computed_tokens - traffic.window + 1)
+                for position in range(first, each.num_computed_tokens):
                     index, offset = divmod(position, size)
                     expect_same(
-                        f"request {each.request.request_id}, position {position}",
+                        f"request {number}, position {position}",
                         slots.get(each.block_ids[index], {}).get(offset),
-                        tokens[: position + 1],
+                        content_of(tokens, extra, position + 1),
                     )
             for each in step.output.scheduled_requests:
-                tokens = tuple(each.request.token_ids)
+                number, tokens = each.request.request_id, each.request.token_ids
+                assert isinstance(number, int)
+                extra = traffic.arrivals[number].extra
                 first = each.num_computed_tokens
                 for position in range(first, first + each.num_scheduled_tokens):
                     index, offset = divmod(position, size)
                     stored = slots.setdefault(each.block_ids[index], {})
-                    stored[offset] = tokens[: position + 1]
+                    stored[offset] = content_of(tokens, extra, position + 1)

@@ -5,14 +5,16 @@ scheduler violates a law in some step, or leaves a request unfinished.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
 from hypothesis import strategies as st
 
 from ...contract.block_classes import OutOfBlocks
-from ...contract.scheduler_classes import Request
+from ...contract.scheduler_classes import Request, RequestStatus
 from ..generators.traffic import (
+    STOP_TOKEN,
     Arrival,
     ServedStep,
     Traffic,
@@ -24,7 +26,6 @@ from ..harness.expect import (
     Disagreement,
     expect_rejection,
     expect_same,
-    expect_untimely,
 )
 from ..harness.law import Setting, law
 
@@ -58,6 +59,72 @@ DIRECTED_TRAFFIC = (
     Traffic((Arrival(0, 1, 6), Arrival(0, 3, 3, family=1)), 2, 4, 2),
     # one request at a time
     Traffic((Arrival(0, 5, 2), Arrival(0, 5, 2)), 60, 2, 64, 1),
+    # the request that was added last goes first, and the first one is preempted
+    Traffic(
+        (
+            Arrival(0, 3, 6, priority=2),
+            Arrival(0, 3, 6, 1, priority=1),
+            Arrival(1, 3, 6, 2, priority=1),
+            Arrival(3, 3, 6, 2),
+        ),
+        num_blocks=8,
+        policy="priority",
+    ),
+    # equal tokens for an adapter and without, with two images and with the same one
+    Traffic(
+        tuple(
+            Arrival(2 * index, 8, 1, 0, extra=extra)
+            for index, extra in enumerate([0, 3, 5, 6, 5])
+        ),
+        num_blocks=60,
+    ),
+    # a waiting request, a running one and one that has finished are aborted before a step
+    Traffic(
+        (
+            Arrival(0, 4, 3, aborted_in=2),
+            Arrival(0, 4, 3, 1, aborted_in=2),
+            Arrival(0, 4, 3, 2, aborted_in=2),
+            Arrival(0, 4, 1, 3, aborted_in=2),
+        ),
+        max_running=2,
+    ),
+    # all requests of a step are aborted while it is computed; others take their blocks
+    Traffic(
+        (
+            Arrival(0, 5, 6, aborted_in=1),
+            Arrival(0, 4, 6, 1, aborted_in=1),
+            Arrival(0, 8, 3, 2),
+            Arrival(1, 5, 1),
+        ),
+        num_blocks=6,
+        max_running=2,
+        is_abort_late=True,
+    ),
+    # running requests are preempted for a reset, and one of them is aborted before it is back
+    Traffic(
+        (Arrival(0, 4, 6), Arrival(0, 6, 6), Arrival(0, 3, 6, 1, aborted_in=2)),
+        num_blocks=60,
+        reset_in=2,
+        resets_running=True,
+    ),
+    # the prefix cache is reset while no request runs, and while one does
+    Traffic((Arrival(0, 4, 1), Arrival(2, 5, 3)), 60, reset_in=2),
+    Traffic((Arrival(0, 4, 1), Arrival(2, 5, 3)), 60, reset_in=3),
+    # a window: the cache holds fewer blocks than a request has tokens
+    Traffic((Arrival(0, 13, 8), Arrival(0, 13, 8, 1)), 5, 2, 3, window=4),
+    # a window of all tokens but the first ones, with prefix hits
+    Traffic((Arrival(0, 13, 2), Arrival(9, 13, 8)), 60, 2, 4, window=5),
+)
+LARGE_TRAFFIC = (
+    # more running requests than fit eight bits, with as many tokens in a step
+    Traffic(tuple(Arrival(0, 2, 2, each % 5) for each in range(300)), 900, 2, 700, 290),
+    # chunks, prompts and rows that do not fit eight bits, of which one is preempted
+    Traffic(
+        (Arrival(0, 700, 3), Arrival(0, 300, 290, 1)),
+        num_blocks=1200,
+        block_size=1,
+        token_budget=400,
+    ),
 )
 TRAFFIC = st.one_of(st.just(DIRECTED_TRAFFIC), st.tuples(traffics()))
 """All directed cases at once, or one drawn case."""
@@ -79,12 +146,14 @@ def _for_each(
 def serve_case(
     setting: Setting, traffic: Traffic, requests: list[Request] | None = None
 ) -> Iterator[ServedStep]:
-    manager = setting.truth.BlockManager(traffic.enough_blocks, traffic.block_size)
+    manager = setting.truth.BlockManager(
+        traffic.enough_blocks, traffic.block_size, sliding_window=traffic.window
+    )
     requests = make_requests(traffic) if requests is None else requests
     return serve(setting.candidate.Scheduler, manager, traffic, requests)
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
     setting: Setting, traffic: Traffic
@@ -107,7 +176,7 @@ def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
             )
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
     setting: Setting, traffic: Traffic
@@ -118,12 +187,19 @@ def every_request_finishes_with_the_tokens_that_were_sampled_for_it(
     for step in serve_case(setting, traffic, requests):
         manager = step.manager
     for request, arrival in zip(requests, traffic.arrivals, strict=True):
-        expect_same("tokens", request.token_ids, arrival.prompt + arrival.output)
-    assert manager is not None
-    expect_same("used blocks at the end", manager.num_used_blocks, 0)
+        output, status = arrival.output, RequestStatus.FINISHED_LENGTH_CAPPED
+        if output[-1] == STOP_TOKEN:
+            status = RequestStatus.FINISHED_STOPPED
+        if request.status == RequestStatus.FINISHED_ABORTED:
+            status = request.status
+            output = output[: len(request.output_token_ids)]
+        expect_same("tokens", request.token_ids, arrival.prompt + output)
+        expect_same("status", request.status, status)
+    if manager is not None:
+        expect_same("used blocks at the end", manager.num_used_blocks, 0)
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def a_scheduled_request_computes_its_next_known_tokens(
     setting: Setting, traffic: Traffic
@@ -157,7 +233,7 @@ def a_scheduled_request_computes_its_next_known_tokens(
             )
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
     setting: Setting, traffic: Traffic
@@ -174,7 +250,7 @@ def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
             left -= each.num_scheduled_tokens
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
     setting: Setting, traffic: Traffic
@@ -188,7 +264,7 @@ def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
             expect_same("blocks", len(row), -(-end // traffic.block_size))
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def a_step_lists_every_block_that_it_writes_for_the_first_time(
     setting: Setting, traffic: Traffic
@@ -215,7 +291,7 @@ def a_running_request_goes_before_every_waiting_one(
     """Thus a prompt never delays a decode. Running requests keep the order of admission."""
     for step in serve_case(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
-        preempted = step.output.preempted_req_ids
+        preempted = step.preempted
         stay = [number for number in step.running if number not in preempted]
         running = [number for number in scheduled if number in step.running]
         expect_same("running requests first", scheduled[: len(running)], running)
@@ -226,27 +302,29 @@ def a_running_request_goes_before_every_waiting_one(
             expect_same("tokens of the step", count, traffic.token_budget)
 
 
-@law("Scheduler", cases=TRAFFIC)
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
 @_for_each
 def requests_are_admitted_in_the_order_in_which_they_wait(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """A preempted request is placed at the front of the waiting queue."""
+    """A preempted request is placed at the front of the waiting queue, or by its priority."""
     admitted_before: list[Any] = []
     for step in serve_case(setting, traffic):
         scheduled = [each.request.request_id for each in step.output.scheduled_requests]
         admitted = [number for number in scheduled if number not in step.running]
         expect_same("admitted requests", admitted, step.waiting[: len(admitted)])
-        preempted = list(reversed(step.output.preempted_req_ids))
+        expect_same("order", step.waiting, traffic.order(step.waiting))
+        left = list(reversed(step.preempted)) + step.waiting[len(admitted) :]
         waiting = [each.request_id for each in step.scheduler.waiting]
-        expect_same(
-            "waiting requests", waiting, preempted + step.waiting[len(admitted) :]
-        )
+        expect_same("waiting requests", waiting, traffic.order(left))
         expect_same("num_waiting_reqs", step.output.num_waiting_reqs, len(waiting))
         admitted_before += [each for each in admitted if each not in admitted_before]
-    arrivals = traffic.arrivals
-    by_arrival = sorted(range(len(arrivals)), key=lambda number: arrivals[number].step)
-    expect_same("order of first admission", admitted_before, by_arrival)
+    if traffic.policy == "fcfs":
+        arrivals = traffic.arrivals
+        by_arrival = sorted(
+            admitted_before, key=lambda each: (arrivals[each].step, each)
+        )
+        expect_same("order of first admission", admitted_before, by_arrival)
 
 
 @law("Scheduler", cases=TRAFFIC)
@@ -260,10 +338,10 @@ def a_request_waits_only_for_token_budget_blocks_or_the_limit_of_running_request
         is_full = len(scheduler.running) >= traffic.max_running
         if not scheduler.waiting or not left or is_full:
             continue
-        if step.output.preempted_req_ids:
+        if step.preempted:
             continue
         request = scheduler.waiting[0]
-        hits = manager.get_computed_blocks(request.token_ids)
+        hits = manager.get_computed_blocks(request.token_ids, request.extra_keys)
         size = traffic.block_size
         end = min(request.num_tokens, len(hits) * size + left)
         cached = set(manager.cached_blocks()) - set(hits)
@@ -283,10 +361,15 @@ def a_request_waits_only_for_token_budget_blocks_or_the_limit_of_running_request
 def the_request_admitted_last_is_preempted_first(
     setting: Setting, traffic: Traffic
 ) -> None:
-    """All of its blocks are freed. A step that preempts admits no request."""
+    """Or that of the lowest priority. All of its blocks are freed.
+
+    A step that preempts admits no request.
+    """
     for step in serve_case(setting, traffic):
-        preempted = list(step.output.preempted_req_ids)
-        last = list(reversed(step.running))[: len(preempted)]
+        reset = step.output.preempted_req_ids[: len(step.reset)]
+        expect_same("preempted for a reset", reset, step.reset)
+        preempted = list(step.preempted)
+        last = list(reversed(traffic.order(step.running)))[: len(preempted)]
         expect_same("preempted requests", preempted, last)
         if not preempted:
             continue
@@ -307,8 +390,9 @@ def no_request_is_preempted_while_enough_blocks_are_left(
     setting: Setting, traffic: Traffic
 ) -> None:
     """Without the last preemption of a step, too few blocks would be available."""
-    for step in serve_case(setting, traffic):
-        preempted = list(step.output.preempted_req_ids)
+    # with a window, requests release blocks later in the step
+    for step in serve_case(setting, replace(traffic, window=None)):
+        preempted = list(step.preempted)
         if not preempted:
             continue
         # blocks that the last preemption freed: no remaining request holds them
@@ -317,7 +401,7 @@ def no_request_is_preempted_while_enough_blocks_are_left(
         victim = step.rows[preempted[-1]]
         num_freed = sum(block_id not in held for block_id in victim)
         # blocks that the preempted request needed, if it was the one that found no free block
-        request = step.scheduler.waiting[0]
+        request = step.scheduler.requests[preempted[-1]]
         left = traffic.token_budget - step.output.total_num_scheduled_tokens
         computed = step.computed[request.request_id]
         end = computed + min(left, request.num_tokens - computed)
@@ -338,16 +422,9 @@ def no_request_is_preempted_while_enough_blocks_are_left(
 def nothing_is_preempted_if_all_requests_fit(
     setting: Setting, traffic: Traffic
 ) -> None:
-    total = sum(traffic.blocks_per_request)
-    roomy = Traffic(
-        traffic.arrivals,
-        total,
-        traffic.block_size,
-        traffic.token_budget,
-        traffic.max_running,
-    )
+    roomy = replace(traffic, num_blocks=sum(traffic.blocks_per_request))
     for step in serve_case(setting, roomy):
-        expect_same("preempted requests", list(step.output.preempted_req_ids), [])
+        expect_same("preempted requests", list(step.preempted), [])
 
 
 @law("Scheduler", cases=TRAFFIC)
@@ -374,9 +451,72 @@ def a_token_is_computed_once_unless_it_is_a_prefix_hit_or_is_preempted(
         expect_same("num_regained_tokens", output.num_regained_tokens, regained)
         hits += prefix
     needed = sum(request.num_tokens - 1 for request in requests)
+    aborted = RequestStatus.FINISHED_ABORTED
     # a regained token that this request had not computed itself is also a hit
-    if not any(request.num_preemptions for request in requests):
+    if not any(each.num_preemptions or each.status == aborted for each in requests):
         expect_same("tokens computed and found", computed - again + hits, needed)
+
+
+@law("Scheduler", cases=TRAFFIC)
+@_for_each
+def an_aborted_request_frees_its_blocks_and_is_never_scheduled_again(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """It keeps the tokens that it has. An id that is unknown or finished is ignored."""
+    requests = make_requests(traffic)
+    tokens: dict[int, list[int]] = {}
+    for step in serve_case(setting, traffic, requests):
+        for event in step.before:
+            numbers, found = event.aborted
+            right = [number for number in numbers if number in event.unfinished]
+            expect_same("aborted requests", list(found), right)
+            tokens |= {number: list(requests[number].token_ids) for number in right}
+        held = [number for number in tokens if step.manager.num_blocks_of(number)]
+        expect_same("aborted requests that hold blocks", held, [])
+        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        again = [number for number in scheduled if number in tokens]
+        expect_same("aborted requests that are scheduled", again, [])
+    for number, known in tokens.items():
+        expect_same("tokens", requests[number].token_ids, known)
+
+
+@law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
+@_for_each
+def a_step_lists_the_requests_that_ended_since_the_last_one(
+    setting: Setting, traffic: Traffic
+) -> None:
+    requests = make_requests(traffic)
+    known: set[Any] = set()
+    for step in serve_case(setting, traffic, requests):
+        finished = {each.request_id for each in requests if each.is_finished}
+        expect_same(
+            "finished_req_ids",
+            sorted(step.output.finished_req_ids),
+            sorted(finished - known),
+        )
+        known = finished
+
+
+@law("Scheduler", cases=TRAFFIC)
+@_for_each
+def after_a_reset_of_the_prefix_cache_no_request_uses_what_was_computed_before(
+    setting: Setting, traffic: Traffic
+) -> None:
+    """Running requests are preempted for it, and keep their order, or it is not reset."""
+    for step in serve_case(setting, traffic):
+        for event in step.before:
+            if event.was_reset is None:
+                continue
+            is_right = traffic.resets_running or not event.running
+            expect_same("was_reset", event.was_reset, is_right)
+            if not event.was_reset:
+                continue
+            hits = step.output.num_prefix_hit_tokens + step.output.num_regained_tokens
+            expect_same("tokens found in the cache", hits, 0)
+            order = traffic.order(event.running + event.waiting)
+            left = [each for each in order if each in step.waiting]
+            added = [each for each in step.waiting if each not in order]
+            expect_same("waiting", step.waiting, traffic.order(left + added))
 
 
 @law("Scheduler", cases=st.sampled_from([(8, 2), (9, 2), (13, 4), (3, 4), (1, 1)]))
@@ -433,63 +573,3 @@ def a_scheduler_whose_blocks_are_held_by_others_raises_out_of_blocks(
         expect_same("preemptions", request.num_preemptions, 0)
         return
     raise Disagreement("schedule", "as a whole", found, "OutOfBlocks")
-
-
-INVALID_REQUESTS: dict[str, Callable[[], Request]] = {
-    "an empty prompt": lambda: Request("b", [], max_tokens=1),
-    "no output tokens": lambda: Request("b", [1], max_tokens=0),
-    "an id that is waiting": lambda: Request("a", [1], max_tokens=1),
-    "a request that never fits": lambda: Request("b", [1] * 8, max_tokens=2),
-    "an output that never fits": lambda: Request("b", [1], max_tokens=9),
-}
-
-
-@law(
-    "Scheduler",
-    cases=st.sampled_from(sorted(INVALID_REQUESTS)),
-    claim="rejects contents",
-)
-def a_request_that_cannot_be_served_is_rejected(setting: Setting, name: str) -> None:
-    manager = setting.truth.BlockManager(4, 2)
-    scheduler = setting.candidate.Scheduler(manager, 8, 8)
-    scheduler.add_request(Request("a", [1] * 8, max_tokens=1))
-    expect_rejection(name, lambda: scheduler.add_request(INVALID_REQUESTS[name]()))
-    expect_same("requests", scheduler.num_unfinished_requests, 1)
-
-
-@law(
-    "Scheduler",
-    cases=st.sampled_from([{}, {"b": 1}, {"a": 1, "b": 1}]),
-    claim="rejects contents",
-)
-def sampled_tokens_that_do_not_fit_the_step_are_rejected(
-    setting: Setting, sampled: dict[str, int]
-) -> None:
-    """One token is expected per request that samples. Otherwise nothing changes."""
-    manager = setting.truth.BlockManager(4, 2)
-    scheduler = setting.candidate.Scheduler(manager, 4, 8)
-    requests = [Request("a", [1, 2], max_tokens=3), Request("b", [1] * 4, max_tokens=1)]
-    for request in requests:
-        scheduler.add_request(request)
-    output = scheduler.schedule()
-    expect_rejection(
-        "sampled tokens", lambda: scheduler.update_from_output(output, sampled)
-    )
-    counts = [request.num_computed_tokens for request in requests]
-    expect_same("computed tokens", counts, [0, 0])
-    scheduler.update_from_output(output, {"a": 7})
-    expect_same("tokens", [request.num_tokens for request in requests], [3, 4])
-
-
-@law(
-    "Scheduler",
-    cases=st.sampled_from([(0, 1), (1, 0), (-1, 1)]),
-    claim="rejects shapes",
-)
-def a_scheduler_without_budget_or_requests_is_rejected(
-    setting: Setting, limits: tuple[int, int]
-) -> None:
-    manager = setting.truth.BlockManager(4, 2)
-    make: Any = setting.candidate.Scheduler
-    expect_rejection(f"Scheduler{limits}", lambda: make(manager, *limits))
-    expect_untimely("schedule without requests", make(manager, 8, 8).schedule)

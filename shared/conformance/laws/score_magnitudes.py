@@ -1,10 +1,14 @@
 """Laws of scores of any magnitude: far below and far above zero, and far beyond a soft cap.
 
 The queries have one element that is not 0, so each score is that of one element of a key.
+
+Weights sum to 1 whatever the scores are. So the first element of every value is 1: without a sink
+it is 1 in the output too. And where one key outweighs all others, the output is its value.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -12,9 +16,15 @@ import torch
 from hypothesis import strategies as st
 
 from ..generators.batches import BatchPlan
-from ..generators.options import Call, paged_call
-from ..harness.calling import expect_right, run_call
+from ..generators.latent_batches import LatentBatch, LatentPlan, build_latents
+from ..generators.options import Call, paged_call, ragged_call, slopes
+from ..harness.calling import Result, expect_right, run_call
 from ..harness.law import Setting, law
+from .cascade import run_cascade
+from .dcp_attention import Dealt, run_all_ranks
+from .latents import WAYS, expect_latents, run_latents
+from .parallel_step import Shared, run_all
+from .prefill_parallel import Prompts, joined_rows
 
 
 @st.composite
@@ -34,30 +44,39 @@ def score_levels(draw: st.DrawFn) -> tuple[tuple[float, ...], int, int | None]:
     return tuple(levels), pick.choice([1, min(2, count)]), window
 
 
+def factors_of(largest: float, scale: float) -> tuple[float, float]:
+    """Return the element of the queries, and that of a key whose score is 1.
+
+    Both elements are of about the same size at the largest score: float16 ends at 65,504.
+    """
+    query = 2.0 ** math.floor(math.log2(max(1.0, largest) / scale) / 2)
+    return query, 1 / scale / query
+
+
 def scored_call(
-    setting: Setting, query_len: int, levels: Sequence[float], **options: Any
+    setting: Setting, plan: BatchPlan, levels: Sequence[float], **options: Any
 ) -> Call:
-    """Return a call of one head whose scores are the levels, rounded to the elements' dtype.
+    """Return a call whose scores are the levels, rounded to the elements' dtype.
 
     Args:
         setting: The plan is fitted to its declared support.
-        query_len: Number of new tokens.
+        plan: The batch. All requests have the same keys, from the last one backwards.
         levels: The score of each key.
         options: Options of the call.
     """
-    plan = BatchPlan((query_len,), (len(levels),), kv_heads=1, group=1, scale=1.0)
-    plan = setting.fit(replace(plan, seed=len(levels)))
+    plan = setting.fit(replace(plan, scale=1.0, seed=len(levels)))
     call = paged_call(plan, setting.device, **options)
     scale = plan.head_size**-0.5 if plan.scale is None else plan.scale
-    largest = max(1.0, *map(abs, levels))
-    # products of heads of 256 are 16 times the score, and float16 holds 65,504 at most
-    small = min(1.0, 4000 / largest) if plan.dtype == torch.float16 else 1.0
-    call.query.zero_()
-    call.query[..., 0] = 16 / scale
-    keys, size = call.arguments["key_cache"], plan.block_size
-    for position, level in enumerate(levels):
-        block_id, offset = call.rows[0][position // size], position % size
-        keys[block_id, offset, 0, 0] = small * level / 16
+    query, key = factors_of(max(map(abs, levels)), scale)
+    call.query[: sum(plan.query_lens)] = 0
+    call.query[: sum(plan.query_lens), :, 0] = query
+    keys, values = call.arguments["key_cache"], call.arguments["value_cache"]
+    size = plan.block_size
+    for row, key_len in zip(call.rows, plan.kv_lens, strict=True):
+        for position, level in enumerate(levels[len(levels) - key_len :]):
+            at = row[position // size], position % size
+            keys[at][:, 0] = level * key
+            values[at][:, 0] = 1
     return call
 
 
@@ -67,7 +86,8 @@ def scores_of_any_magnitude_are_weighted_by_their_differences(
 ) -> None:
     """Scores far below any finite stand-in for minus infinity, and far above exp's range."""
     levels, query_len, window = case
-    call = scored_call(setting, query_len, levels, sliding_window=window)
+    plan = BatchPlan((query_len,), (len(levels),), kv_heads=1, group=1)
+    call = scored_call(setting, plan, levels, sliding_window=window)
     # a score of this size may be rounded once, when it is converted to another base
     expect_right(setting, call, run_call(setting, call), is_joined=True)
 
@@ -83,13 +103,29 @@ def a_soft_cap_far_above_the_scores_does_not_round_them(
     cap, base = case
     for count in (2, 5, 40):
         levels = [base + (position * 7 % 11) / 10 for position in range(count)]
-        call = scored_call(setting, 1, levels, logits_soft_cap=cap)
+        plan = BatchPlan((1,), (count,), kv_heads=1, group=1)
+        call = scored_call(setting, plan, levels, logits_soft_cap=cap)
         expect_right(setting, call, run_call(setting, call), is_joined=True)
 
 
 FAR_CAPS = [
     (cap, far, lens) for cap in (0.5, 30.0) for far in (80, 3e3) for lens in (1, 3)
 ]
+
+
+@law("paged_attention", cases=["sinks", "position_bias"])
+def minus_infinity_in_an_option_takes_no_weight(setting: Setting, option: str) -> None:
+    """A sink of -inf changes nothing. A bias of -inf for distances past 2 is a window of 3 keys."""
+    call = paged_call(BatchPlan((2, 1), (19, 5)), setting.device)
+    if option == "sinks":
+        off = call.changed(sinks=torch.full((call.query.shape[1],), -math.inf))
+        meant = call
+    else:
+        bias = torch.zeros(call.query.shape[1], 9)
+        bias[:, :2] = -math.inf
+        off = call.changed(position_bias=bias)
+        meant = call.changed(sliding_window=3)
+    expect_right(setting, meant, run_call(setting, off))
 
 
 @law("paged_attention", cases=FAR_CAPS)
@@ -100,5 +136,206 @@ def scores_far_beyond_a_soft_cap_are_the_cap(
     cap, far, query_len = case
     factors = (0.0, 1.0, -1.0, 0.6, 1e-3 / far)
     levels = [cap * far * factors[position % 5] for position in range(40)]
-    call = scored_call(setting, query_len, levels, logits_soft_cap=cap)
+    plan = BatchPlan((query_len,), (len(levels),), kv_heads=1, group=1)
+    call = scored_call(setting, plan, levels, logits_soft_cap=cap)
     expect_right(setting, call, run_call(setting, call), is_joined=True)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A batch whose scores have one magnitude.
+
+    Args:
+        score: The largest magnitude of a score, with a sign.
+        needle: Optional. Position of the key with the largest score; the others have half of a
+            positive score, or twice a negative one. If None, all keys have the same score.
+        kind: The option that is set.
+        keys: Keys of the longest request.
+        dtype: Element type.
+    """
+
+    score: float
+    needle: int | None = None
+    kind: str = "plain"
+    keys: int = 40
+    dtype: torch.dtype = torch.float32
+
+    def levels(self) -> list[float]:
+        """Return the score of each key."""
+        if self.needle is None:
+            return [self.score] * self.keys
+        small, large = sorted((self.score, self.score / 2))
+        levels = [small] * self.keys
+        levels[self.needle] = large
+        return levels
+
+    def call(
+        self, setting: Setting, query_lens: tuple[int, ...], key_lens: tuple[int, ...]
+    ) -> Call:
+        """Return a call of paged attention with a result for the log-sum-exp."""
+        plan = BatchPlan(query_lens, key_lens, group=2, dtype=self.dtype)
+        call = scored_call(setting, plan, self.levels())
+        heads = call.query.shape[1]
+        options: dict[str, dict[str, Any]] = {
+            # half of the score, which has no weight beside it, up to the score itself
+            "sinks": {
+                "sinks": slopes(heads, abs(self.score)) * (1, -1)[self.score < 0]
+            },
+            "cap": {"logits_soft_cap": 50.0},
+            "slopes": {"alibi_slopes": slopes(heads)},
+        }
+        call = call.changed(**options.get(self.kind, {}))
+        return replace(call, wants_lse=True, out_dtype=call.dtype)
+
+
+MAGNITUDES = [
+    Level(sign * 10.0**exponent, kind=kind, dtype=dtype)
+    for exponent, dtype, kind in (
+        (2, torch.float32, "plain"),
+        (3, torch.bfloat16, "sinks"),
+        (4, torch.float32, "plain"),
+        (5, torch.float32, "sinks"),
+        (6, torch.float16, "plain"),
+        (7, torch.float32, "cap"),
+        (8, torch.float32, "plain"),
+    )
+    for sign in (1, -1)
+]
+EDGES = [
+    Level(score, needle, dtype=dtype)
+    for score, needle, dtype in (
+        (1e8, 0, torch.float32),
+        (1e4, 15, torch.float32),
+        (-1e6, 16, torch.bfloat16),
+        (1e5, 20, torch.float32),
+        (-1e8, 38, torch.float32),
+        (1e8, 39, torch.float16),
+    )
+]
+LEVELS = [*MAGNITUDES, *EDGES]
+LENS = (2, 1), (40, 17)
+"""New tokens and keys of the requests. A needle at position 39 is after the first new token."""
+
+
+@law("paged_attention", cases=[*LEVELS, Level(1e7, kind="slopes")])
+def weights_of_paged_attention_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    call = level.call(setting, *LENS)
+    expect_right(setting, call, run_call(setting, call), is_joined=True)
+
+
+@law("encoder_attention", cases=[*LEVELS, Level(1e7, kind="slopes")])
+def weights_of_encoder_attention_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    call = ragged_call(level.call(setting, *LENS))
+    expect_right(setting, call, run_call(setting, call), is_joined=True)
+
+
+@law("cascade_attention", cases=LEVELS)
+def weights_of_a_cascade_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    """The prefix has 16 of the 40 keys."""
+    call = level.call(setting, (2,), (40,))
+    found = run_cascade(setting, call, call.arguments["key_cache"].shape[1])
+    expect_right(setting, call, found, is_joined=True)
+
+
+@law("dcp_attention", "lse_weighted_combine", cases=LEVELS)
+def weights_of_combined_ranks_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    call, dealt = level.call(setting, *LENS), Dealt(*LENS, ranks=2, in_a_row=3)
+    parts = run_all_ranks(setting, dealt, call)
+    out, lse = setting.candidate.lse_weighted_combine(
+        torch.stack([each for each, _ in parts]),
+        torch.stack([each.T for _, each in parts if each is not None]),
+    )
+    expect_right(setting, call, (out.to(call.dtype), lse.T), is_joined=True)
+
+
+FEW = [*MAGNITUDES[::4], MAGNITUDES[-1], *EDGES[::2]]
+"""Some levels, for operations that take long in Triton's interpreter."""
+EXCHANGES = ["all_to_all", "reduce_scatter"] * 4
+
+
+@law("DecodeContextParallel", cases=[*zip(FEW, EXCHANGES, strict=True)])
+def weights_of_a_parallel_step_sum_to_one_at_every_score(
+    setting: Setting, case: tuple[Level, str]
+) -> None:
+    level, exchange = case
+    call = level.call(setting, *LENS)
+    dealt = Dealt(*LENS, ranks=2, in_a_row=2, dtype=level.dtype)
+    found = run_all(setting, Shared(dealt, exchange), call)
+    out = torch.cat([each.out for each in found], dim=1)
+    lse = torch.cat([each.lse for each in found])
+    expect_right(setting, call, (out, lse), is_joined=True)
+
+
+def run_prompts(setting: Setting, level: Level, operation: str) -> tuple[Call, Result]:
+    """Return a call over one prompt, and its result on two ranks."""
+    lens = (level.keys,)
+    call = level.call(setting, lens, lens)
+    prompts = Prompts(lens, 2, dtype=level.dtype, operation=operation)
+    return call, joined_rows(setting, prompts, call)
+
+
+@law("PrefillContextParallel", cases=LEVELS)
+def weights_of_prompts_on_several_ranks_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    expect_right(
+        setting, *run_prompts(setting, level, "PrefillContextParallel"), is_joined=True
+    )
+
+
+@law("RingContextParallel", cases=FEW)
+def weights_of_a_ring_sum_to_one_at_every_score(setting: Setting, level: Level) -> None:
+    expect_right(
+        setting, *run_prompts(setting, level, "RingContextParallel"), is_joined=True
+    )
+
+
+def scored_latents(setting: Setting, level: Level) -> LatentBatch:
+    """Return latents with the scores of a level, in their first element; the second is 1."""
+    plan = LatentPlan((2,), (level.keys,), scale=1.0, dtype=level.dtype)
+    batch = build_latents(setting.fit(plan), setting.device)
+    scale = batch.plan.scale or (batch.plan.nope + batch.plan.rope) ** -0.5
+    query, key = factors_of(abs(level.score), scale)
+    for tensor in (batch.q_nope, batch.q_pe, batch.w_uk, batch.w_uv[..., 0]):
+        tensor.zero_()
+    batch.q_nope[..., 0] = query
+    batch.w_uk[:, 0, 0] = 1
+    batch.w_uv[:, 0] = 0
+    batch.w_uv[:, 1, 0] = 1
+    size = batch.plan.block_size
+    for position, score in enumerate(level.levels()):
+        latent = batch.kv_cache[batch.rows[0][position // size], position % size]
+        latent[0], latent[1] = score * key, 1
+        if position >= level.keys - 2:
+            new = batch.kv_c[position - level.keys + 2]
+            new[0], new[1] = score * key, 1
+    return batch
+
+
+PLAIN = [each for each in LEVELS if each.kind == "plain"]
+
+
+@law("latent_decode_attention", cases=PLAIN)
+def weights_of_a_decode_over_latents_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    batch = scored_latents(setting, level)
+    expect_latents(setting, batch, WAYS[0], run_latents(setting, batch, WAYS[0]))
+
+
+@law("latent_prefill_attention", cases=PLAIN)
+def weights_of_a_prefill_over_latents_sum_to_one_at_every_score(
+    setting: Setting, level: Level
+) -> None:
+    """The context is read in chunks of 15 keys, which are merged."""
+    batch = scored_latents(setting, level)
+    found = run_latents(setting, batch, WAYS[1], max_context_chunk=15)
+    expect_latents(setting, batch, WAYS[1], found, max_context_chunk=15)

@@ -261,6 +261,62 @@ def expected(step: StepOfGroups) -> dict[str, Any]:
     }
 
 
+def large_group(reqs: int, query_len: int, context: int, size: int) -> SequenceGroup:
+    """Return a group of prompts or decodes with rows of blocks past 16 bits."""
+    blocks = range(70_000, 70_000 + len(range(0, context + query_len, size)))
+    return SequenceGroup(
+        is_prompt=query_len > 1,
+        sequences=tuple(
+            SequenceInput(seq_id=each, query_len=query_len, context_len=context)
+            for each in range(reqs)
+        ),
+        block_tables={each: [*blocks[:-1], 80_000 + each] for each in range(reqs)},
+        prefix_cache_hit=False,
+    )
+
+
+@dataclass(frozen=True)
+class LargeStep:
+    """A step of one group.
+
+    Args:
+        reqs: Number of sequences.
+        query_len, context: New tokens, and tokens in the cache, of each of them.
+        size: Slots per block.
+        window: Optional. Number of visible keys. If None, all keys are visible.
+        padding: As in `StepOfGroups`.
+    """
+
+    reqs: int
+    query_len: int
+    context: int
+    size: int
+    window: int | None = None
+    padding: int = -1
+
+
+@law(
+    "CommonMetadataBuilder",
+    cases=[
+        LargeStep(300, 1, 3, 2, padding=270),
+        LargeStep(2, 300, 65_600, 512),
+        LargeStep(1, 65_600, 300, 300, window=65_550),
+        LargeStep(280, 2, 0, 1),
+    ],
+)
+def fields_of_a_large_step_follow_from_its_groups(
+    setting: Setting, case: LargeStep
+) -> None:
+    """Sequences, tokens, blocks and windows that do not fit 8 and 16 bits."""
+    group = large_group(case.reqs, case.query_len, case.context, case.size)
+    spare = 0 if case.padding >= 0 else None
+    step = StepOfGroups((group,), case.size, case.window, True, case.padding, spare)
+    builder = begin(setting, step)
+    builder.add_seq_group(group)
+    found = build(builder, step)
+    expect_fields("metadata", found, expected(step), setting.device)
+
+
 @law("CommonMetadataBuilder", cases=several(groups()))
 def every_field_of_a_step_follows_from_its_groups(
     setting: Setting, cases: list[StepOfGroups]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...contract.kinds import PAD_SLOT_ID
 from ..generators.batches import GARBAGE, table_of_rows
+from ..generators.steps import Runs
 from ..harness.canaries import checked_values, expect_own_memory, kept, packed
 from ..harness.expect import expect_rejection, expect_same
 from ..harness.law import Setting, law
@@ -85,7 +86,32 @@ def steps(draw: st.DrawFn) -> SlotStep:
     )
 
 
-@law("compute_slot_mapping_batch", cases=steps())
+LARGE_STEPS = [
+    SlotStep(
+        Runs((1, 298), (300, 1), (1, 1)),
+        Runs((3, 299), (270, 1)),
+        Runs(((70_000,), 298), (Runs((70_001, 60), (9, 16)), 1), (Runs((6, 68)), 1)),
+        4,
+        padding=300,
+    ),
+    SlotStep(
+        (300, 1), (65_600, 300),
+        (Runs((70_000, 4000), (5, 119)), Runs((9, 10), (70_001, 9))), 16,
+    ),
+    SlotStep((2, 1), (299, 600), ((70_000, 9), (7, 6, 3)), 300),
+    SlotStep((2,), (65_599,), ((70_000, 9),), 65_600),
+]  # fmt: skip
+"""Requests, tokens, positions, block ids and sizes that do not fit 8 and 16 bits."""
+
+
+@law(
+    "compute_slot_mapping_batch",
+    cases=steps(),
+    edges=[
+        *LARGE_STEPS,
+        SlotStep((65_600, 1), (3, 4), (Runs((70_000, 4000), (5, 101)), (3,)), 16),
+    ],
+)
 def every_new_token_gets_the_slot_of_its_block_table_row(
     setting: Setting, step: SlotStep
 ) -> None:
@@ -122,7 +148,7 @@ def tensors_of(step: SlotStep, device: torch.device) -> dict[str, Tensor]:
     }
 
 
-@law("compute_slot_mapping_device", cases=steps())
+@law("compute_slot_mapping_device", cases=steps(), edges=LARGE_STEPS)
 def slots_on_the_device_are_those_of_the_host(setting: Setting, step: SlotStep) -> None:
     """Every row is followed by garbage, and the last token by padding."""
     given = tensors_of(step, setting.device)
@@ -200,7 +226,16 @@ def sequences(draw: st.DrawFn) -> OneSequence:
     )
 
 
-@law("compute_slot_mapping", cases=sequences())
+LARGE_SEQUENCES = [
+    OneSequence(300, 65_600, 65_700, Runs((70_000, 4000), (5, 119)), 16),
+    OneSequence(700, 3, 290, Runs((70_000, 64), (5, 112)), 4),
+    OneSequence(65_600, 1, 65_590, Runs((70_000, 4000), (5, 101)), 16),
+    OneSequence(3, 65_599, 0, (70_000, 7), 65_600),
+]
+"""Lengths, positions, ids and sizes that do not fit 8 and 16 bits."""
+
+
+@law("compute_slot_mapping", cases=sequences(), edges=LARGE_SEQUENCES)
 def tokens_before_the_start_get_no_slot_and_all_others_theirs(
     setting: Setting, one: OneSequence
 ) -> None:
@@ -223,7 +258,7 @@ def tokens_before_the_start_get_no_slot_and_all_others_theirs(
     expect_same("block_table, which is only read", row, before)
 
 
-@law("compute_slot_mapping", cases=sequences())
+@law("compute_slot_mapping", cases=sequences(), edges=LARGE_SEQUENCES)
 def a_dry_run_gives_no_token_a_slot(setting: Setting, one: OneSequence) -> None:
     """The cache does not exist yet, so all tokens are new, with or without a block table."""
     seq_len = one.computed + one.new
@@ -259,7 +294,15 @@ def windows(draw: st.DrawFn) -> Windowed:
     )
 
 
-@law("compute_slot_mapping_start_idx", cases=windows())
+@law(
+    "compute_slot_mapping_start_idx",
+    cases=windows(),
+    edges=[
+        Windowed(True, 300, 270, 256),
+        Windowed(True, 65_600, 70_000, 65_536),
+        Windowed(True, 1, 131_200, 300),
+    ],
+)
 def a_prompt_stores_just_the_keys_that_its_window_leaves(
     setting: Setting, case: Windowed
 ) -> None:

@@ -58,16 +58,18 @@ def ranks_of_a_group_store_the_same_kv_heads(
 BOTH = [
     (Dealt((1, 2), (37, 20), 2, 2, needles=(36, 0), group=4, seed=5), 8),
     (Dealt((1, 1), (17, 40), 2, 1, needles=(-1, 39), group=2, seed=7), 4),
+    (Dealt((2, 1), (30, 5), 3, 1, needles=(29, -1), group=3, seed=9), 6),
 ]
-"""A batch whose keys are on two ranks, and the ranks over which its heads are distributed."""
+"""A batch whose keys are on some ranks, and the ranks over which its heads are distributed."""
 KV_HEADS = 2
+Both = tuple[Dealt, int]
 
 
 def run_rank(
-    setting: Setting, case: int, group: list[int], ranks: RankGroup
+    setting: Setting, case: Both, group: list[int], ranks: RankGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and log-sum-exps of the heads of one rank of a group."""
-    dealt, tp_world_size = BOTH[case]
+    dealt, tp_world_size = case
     whole = whole_call(dealt, setting.device)
     own = setting.candidate.get_tp_heads(
         whole.query.shape[1], KV_HEADS, tp_world_size, group[ranks.rank]
@@ -86,23 +88,20 @@ def run_rank(
     return step.attend(query, *caches, batch, lse=lse), lse
 
 
-def groups_of(setting: Setting, case: int) -> list[list[int]]:
+def groups_of(setting: Setting, case: Both) -> list[list[int]]:
     """Return the groups of ranks that share the keys of the same KV heads."""
-    dealt, tp_world_size = BOTH[case]
+    dealt, tp_world_size = case
     groups: list[list[int]] = setting.candidate.get_dcp_groups(
         KV_HEADS, tp_world_size, dealt.ranks
     )
     return groups
 
 
-@law(
-    "get_tp_heads", "get_dcp_groups", "DecodeContextParallel",
-    cases=list(range(len(BOTH))),
-)  # fmt: skip
+@law("get_tp_heads", "get_dcp_groups", "DecodeContextParallel", cases=BOTH)
 def heads_and_keys_on_several_ranks_together_are_attention_on_one(
-    setting: Setting, case: int
+    setting: Setting, case: Both
 ) -> None:
-    dealt = BOTH[case][0]
+    dealt = case[0]
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
     for group in groups_of(setting, case):
 
@@ -111,7 +110,7 @@ def heads_and_keys_on_several_ranks_together_are_attention_on_one(
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return run_rank(setting, case, group, ranks)
 
-        found += run_ranks(dealt.ranks, work, case, setting.device)
+        found += run_ranks(dealt.ranks, work, dealt.seed, setting.device)
     rows = torch.cat([out for out, _ in found], dim=1)
     lses = torch.cat([lse for _, lse in found])
     whole = whole_call(dealt, setting.device)

@@ -12,8 +12,15 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ...contract.budgets import ROUNDS_ONCE, lost_in_sums, moved_by_scores
+from ...contract.budgets import (
+    ROUNDS_ONCE,
+    SCORE_EPS,
+    capped_sizes,
+    lost_in_sums,
+    moved_by_scores,
+)
 from ..generators.options import Call
+from ..harness.judged_call import expect_no_call
 from .groups import Group, Part
 
 
@@ -27,7 +34,9 @@ class Exact:
         sizes: [rows] the largest weighted average of absolute values of a row.
         scores: [rows, query_heads] the largest sum of absolute products of a score.
         lost: [rows] the most that float32 may lose in a sum of weights; 0 for 16-bit calls.
-        moved: [rows] how far a rounding of the scores' products may move a row; the same.
+        moved: [rows] how far a rounding of the scores may move a row; the same.
+        value_range: [2, rows, query_heads, value_head_size] the smallest and the largest value of
+            the request's keys, masked ones too. A sink has the value 0.
     """
 
     out: Tensor
@@ -36,6 +45,7 @@ class Exact:
     scores: Tensor
     lost: Tensor
     moved: Tensor
+    value_range: Tensor
 
 
 Masks = tuple[Tensor, Tensor]
@@ -57,8 +67,12 @@ def joined(parts: Sequence[Exact]) -> Exact:
     if len(parts) == 1:
         return parts[0]
     names = [each.name for each in fields(Exact)]
+    rows = {name: [getattr(each, name) for each in parts] for name in names}
     return Exact(
-        *(torch.cat([getattr(each, name) for each in parts]) for name in names)
+        *(
+            torch.cat(each, dim=1 if name == "value_range" else 0)
+            for name, each in rows.items()
+        )
     )
 
 
@@ -67,6 +81,7 @@ def attend_part(
     dtype: torch.dtype,
     masks: Masks | None = None,
     has_sizes: bool = True,
+    is_joined: bool = False,
 ) -> Exact:
     """Return the attention of all live rows of a part.
 
@@ -75,7 +90,9 @@ def attend_part(
         dtype: Element type of the arithmetic.
         masks: Optional. What `visible_keys` returns for the part. If None, it is computed.
         has_sizes: Whether `sizes` and what follows it are computed. If not, they are empty.
+        is_joined: Whether rows were merged from partial results by rounded log-sum-exps.
     """
+    expect_no_call("attend_part")
     given = part.call.arguments
     reqs, heads, queries, head_size = part.query.shape
     kv_heads, keys = part.key.shape[1:3]
@@ -89,18 +106,20 @@ def attend_part(
     key = _read(part, part.key, "k_scale", dtype).flatten(0, 1)
     value = _read(part, part.value, "v_scale", dtype).flatten(0, 1)
     score = torch.bmm(query, key.transpose(1, 2)).view(shape).mul_(scale)
+    uncapped = None
     if "logits_soft_cap" in given:
         cap = given["logits_soft_cap"]
+        uncapped = score.clone() if has_sizes else None
         score = score.div_(cap).tanh_().mul_(cap)
     biases = _biases(part, distance, dtype)
     for bias in biases:
         score.add_(bias)
     score.masked_fill_(hidden, -torch.inf)
-    lse = score.logsumexp(3)  # [n, heads, queries]
+    sink = score.new_full((reqs, heads, 1, 1), -torch.inf)
     if "sinks" in given:
-        lse = torch.logaddexp(lse, part.options["sinks"].to(dtype)[:, :, None])
-    finite = lse.masked_fill(lse.isinf(), 0.0)
-    weights = score.sub_(finite[..., None]).exp_().view(*matrices, keys)
+        sink = part.options["sinks"].to(dtype)[:, :, None, None]
+    weights, of_sink, lse = _softmax(score, sink)
+    weights = weights.view(*matrices, keys)
 
     def rows(tensor: Tensor) -> Tensor:
         """Return the live rows of [n, heads, queries, ...]."""
@@ -109,26 +128,74 @@ def attend_part(
     out = rows(torch.bmm(weights, value).view(*shape[:3], -1))
     if not has_sizes:
         none = out.new_empty(0)
-        return Exact(out, rows(lse), none, none, none, none)
+        return Exact(out, rows(lse), none, none, none, none, none.view(0, 0))
     # step: the sizes of the sums, for the error budgets
+    value_range = _value_range(value.view(reqs, kv_heads, keys, -1), "sinks" in given)
+    value_range = value_range.repeat_interleave(heads // kv_heads, 2)
     average = torch.bmm(weights, value.abs_())
     size = torch.bmm(query.abs_(), key.abs_().transpose(1, 2)).view(shape).mul_(scale)
+    if uncapped is not None:
+        size = capped_sizes(uncapped, size, given["logits_soft_cap"])
     for bias in biases:
         size.add_(bias.abs())
     size.masked_fill_(hidden, 0.0)
     largest = size.amax(3) if keys else lse.new_zeros(lse.shape)
     lost = moved = lse.new_zeros(lse.shape)
     if part.call.dtype not in ROUNDS_ONCE:
-        sizes = size.view(*matrices, keys)
-        moved = moved_by_scores(weights, sizes, value, average)
-        moved = moved.amax(2).view(lse.shape)
-        sink = None
+        lost = lost_in_sums(weights.view(shape), of_sink.squeeze(3))
+        if is_joined:
+            size.add_(lse.masked_fill(lse == -torch.inf, 0.0).abs()[..., None])
+        errors = SCORE_EPS * size.view(*matrices, keys)
         if "sinks" in given:
-            sink = (part.options["sinks"].to(dtype)[:, :, None] - finite).exp()
-        lost = lost_in_sums(weights.view(shape), sink)
+            # a sink is one more key, with the value 0
+            its = SCORE_EPS * sink.abs().expand_as(of_sink)
+            weights = torch.cat([weights, of_sink.view(*matrices, 1)], 2)
+            errors = torch.cat([errors, its.reshape(*matrices, 1)], 2)
+            value = torch.nn.functional.pad(value, (0, 0, 0, 1))
+        moved = moved_by_scores(weights, errors, value, average)
+        moved = moved.amax(2).view(lse.shape)
     average = average.amax(2).view(lse.shape)
-    by_row = (rows(each).amax(1) for each in (lost, moved))
-    return Exact(out, rows(lse), rows(average).amax(1), rows(largest), *by_row)
+    lost, moved = (rows(each).amax(1) for each in (lost, moved))
+    return Exact(
+        out, rows(lse), rows(average).amax(1), rows(largest), lost, moved,
+        value_range[:, part.request],
+    )  # fmt: skip
+
+
+def _softmax(score: Tensor, sink: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights of scores and of sinks, and the log-sum-exp.
+
+    Args:
+        score: [n, heads, queries, keys], overwritten.
+        sink: [n, heads, 1, 1], -inf if there is none.
+
+    Returns:
+        [n, heads, queries, keys], [n, heads, queries, 1], [n, heads, queries].
+    """
+    shape = *score.shape[:3], 1
+    top = sink.expand(shape)
+    if score.shape[3]:
+        top = top.maximum(score.amax(3, keepdim=True))
+    shift = top.masked_fill(top == -torch.inf, 0.0)
+    p, of_sink = score.sub_(shift).exp_(), (sink - shift).exp()
+    total = p.sum(3, keepdim=True) + of_sink
+    lse = (top + total.log()).squeeze(3)
+    total.clamp_(min=1.0)
+    return p.div_(total), of_sink.div_(total), lse
+
+
+def _value_range(value: Tensor, has_sinks: bool) -> Tensor:
+    """Return [2, n, kv_heads, size] the smallest and the largest value [n, kv_heads, keys, size].
+
+    What padding contains are copies of values.
+    """
+    if not value.shape[2]:
+        return torch.zeros_like(value[:, :, :1, :]).squeeze(2).repeat(2, 1, 1, 1)
+    found = torch.stack([value.amin(2), value.amax(2)])
+    if has_sinks:
+        found[0].clamp_(max=0.0)
+        found[1].clamp_(min=0.0)
+    return found
 
 
 def _packed(stored: Tensor, dtype: torch.dtype) -> Tensor:

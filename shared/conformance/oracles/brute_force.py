@@ -13,12 +13,16 @@ import torch
 from torch import Tensor
 
 from ...contract.budgets import (
+    SCORE_EPS,
     Verdict,
+    allowed_range,
+    capped_sizes,
     judge_rows,
     lost_in_sums,
     moved_by_scores,
     row_budgets,
 )
+from ..harness.judged_call import expect_no_call
 
 Flip = Callable[[int, int, int], bool]
 """From (request, query, key): whether the mask of that key is inverted."""
@@ -50,6 +54,8 @@ class Answer:
         scores: [query_heads, tokens] the largest sum of absolute products of a score.
         lost: [tokens, query_heads] what float32 may lose in sums of weights.
         moved: As `out`: how far a rounding of the scores' products may move it.
+        joined: The same for a row that is merged from partial results by log-sum-exp.
+        value_range: [2, ...] as `out`: the smallest and the largest value that it averages.
     """
 
     out: Tensor
@@ -58,6 +64,13 @@ class Answer:
     scores: Tensor
     lost: Tensor
     moved: Tensor
+    joined: Tensor
+    value_range: Tensor
+
+    def terms(self, is_joined: bool = False) -> tuple[Tensor, ...]:
+        """Return the arguments of `judge_rows` from `magnitude` on."""
+        moved = self.joined if is_joined else self.moved
+        return self.sizes, self.lost, moved, self.value_range
 
 
 def attend_by_hand(
@@ -75,6 +88,7 @@ def attend_by_hand(
         tokens: Rows of the result, including padding rows after the last request.
         flip: Keys whose mask is inverted, for results that are wrong on purpose.
     """
+    expect_no_call("attend_by_hand")
     given = {
         name: value.cpu() if isinstance(value, Tensor) else value
         for name, value in options.items()
@@ -85,7 +99,8 @@ def attend_by_hand(
     out = torch.zeros(tokens, query_heads, value_size, dtype=torch.float64)
     lse = torch.full((query_heads, tokens), -torch.inf, dtype=torch.float64)
     sizes, scores = torch.zeros_like(out), torch.zeros_like(lse)
-    lost, moved = torch.zeros_like(lse.T), torch.zeros_like(out)
+    lost, moved, joined = torch.zeros_like(lse.T), torch.zeros_like(out), out.clone()
+    value_range = torch.zeros(2, *out.shape, dtype=torch.float64)
     scale = given.get("scale", head_size**-0.5)
     token = 0
     for req, request in enumerate(requests):
@@ -109,30 +124,37 @@ def attend_by_hand(
             score = products.sum(2) * scale
             size = products.abs().sum(2) * scale
             if "logits_soft_cap" in given:
-                cap = given["logits_soft_cap"]
+                cap = float(given["logits_soft_cap"])
+                size = capped_sizes(score, size, cap)
                 score = cap * torch.tanh(score / cap)
             for added in biases(distances, query_heads, given):
                 score, size = score + added, size + added.abs()
-            if "sinks" in given:
-                score = torch.cat([score, given["sinks"].double()[:, None]], 1)
-            if score.shape[1]:
-                lse[:, token] = score.logsumexp(1)
-                # [heads, keys]; a sink takes weight and has no value
-                weights = torch.exp(score - lse[:, token, None])
-                sink = weights[:, len(visible) :].sum(1)
-                weights = weights[:, : len(visible)]
-                lost[token] = lost_in_sums(weights, sink)
-                values = value[visible].transpose(0, 1)[reads]  # [heads, keys, size]
-                out[token] = (weights[:, :, None] * values).sum(1)
-                sizes[token] = (weights[:, :, None] * values.abs()).sum(1)
-                # [heads, 1 row, keys], [heads, keys, size]
-                moved[token] = moved_by_scores(
-                    weights[:, None], size[:, None], values.abs(), sizes[token][:, None]
-                )[:, 0]
             if visible:
                 scores[:, token] = size.amax(1)
+            values = value[visible].transpose(0, 1)[reads]  # [heads, keys, size]
+            if "sinks" in given:
+                # a sink takes weight and has the value 0
+                sink = given["sinks"].double()[:, None]
+                score = torch.cat([score, sink], 1)
+                size = torch.cat([size, sink.abs()], 1)
+                values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+            if score.shape[1]:
+                lse[:, token] = score.logsumexp(1)
+                weights = score.softmax(1)  # [heads, keys]
+                own = weights[:, : len(visible)]
+                lost[token] = lost_in_sums(own, weights[:, len(visible) :].sum(1))
+                out[token] = (weights[:, :, None] * values).sum(1)
+                sizes[token] = (weights[:, :, None] * values.abs()).sum(1)
+                value_range[:, token] = torch.stack([values.amin(1), values.amax(1)])
+                # [heads, 1 row, keys], [heads, keys, size]
+                average = sizes[token][:, None]
+                for of_token, merged in ((moved, 0.0), (joined, lse[:, token, None])):
+                    errors = SCORE_EPS * (size + abs(merged))
+                    of_token[token] = moved_by_scores(
+                        weights[:, None], errors[:, None], values.abs(), average
+                    )[:, 0]
             token += 1
-    return Answer(out, lse, sizes, scores, lost, moved)
+    return Answer(out, lse, sizes, scores, lost, moved, joined, value_range)
 
 
 def positions_of(
@@ -229,17 +251,19 @@ def judge_out(
     """
     out, same = out.cpu(), same_dtype.cpu()
     if out_scale is None:
-        terms = None, answer.lost, answer.moved
-        return judge_rows(out, answer.out, same, dtype, answer.sizes, *terms)
+        return judge_rows(out, answer.out, same, dtype, *answer.terms())
     if not out.numel():
         return Verdict(0.0, 0, 0.0, 0.0, True)
-    terms = None, answer.lost, answer.moved
-    budgets = row_budgets(answer.out, same, dtype, answer.sizes, *terms)
-    budgets = budgets[:, None, None]
+    budgets = row_budgets(
+        answer.out, same, dtype, answer.sizes, answer.lost, answer.moved
+    )
+    allowed = allowed_range(
+        answer.out, budgets, dtype, answer.value_range, answer.sizes, answer.lost
+    )
     out_scale = out_scale.cpu() if isinstance(out_scale, Tensor) else out_scale
     low, high = (
-        quantise_by_hand(answer.out + sign * budgets, out_scale, out.dtype).double()
-        for sign in (-1, 1)
+        quantise_by_hand(each.view(answer.out.shape), out_scale, out.dtype).double()
+        for each in allowed
     )
     stored = out.double()
     finite = bool(stored.isfinite().all())
@@ -249,7 +273,7 @@ def judge_out(
         float("inf") if bool(outside.any()) else 0.0,
         row,
         float((stored - answer.out / float(out_scale))[row].abs().max()),
-        float(budgets[row].max()),
+        float(budgets[row]),
         finite,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...contract.budgets import Verdict, judge_rows
 from ..generators.batches import BatchTensors
+from ..harness.judged_call import expect_no_call
 
 Mask = Callable[[int, int, int, int], bool]
 
@@ -36,6 +37,7 @@ def attend(
         kv_head: The kv head of a query head, from (query head, query heads, kv heads).
         dtype: Element type of the arithmetic.
     """
+    expect_no_call("attend")
     query = batch.query.cpu().to(dtype)
     caches = batch.key_cache.cpu(), batch.value_cache.cpu()
     block_size, kv_heads, head_size = caches[0].shape[1:]
@@ -103,7 +105,7 @@ def judge_lse(batch: BatchTensors, lse: Tensor, exact: Tensor) -> float:
 
 
 def judge_attention(
-    batch: BatchTensors, out: Tensor, reference: Any, is_joined: bool = False
+    batch: BatchTensors, out: Tensor, reference: Any
 ) -> tuple[Verdict, Tensor]:
     """Return the comparison of an output with the exact result, and the exact log-sum-exp.
 
@@ -111,7 +113,6 @@ def judge_attention(
         batch: The inputs.
         out: The candidate's output.
         reference: The reference twin, run in float64 and in the candidate's own dtype.
-        is_joined: Whether the candidate combined partial results by float32 log-sum-exps.
     """
     dtype = batch.plan.dtype
     exact, exact_lse = batch.fresh(torch.float64)
@@ -125,8 +126,7 @@ def judge_attention(
         out=sizes,
         compute_dtype=torch.float64,
     )
-    joined_lse = exact_lse.T if is_joined else None
-    return judge_rows(out, exact, same, dtype, sizes, joined_lse), exact_lse
+    return judge_rows(out, exact, same, dtype, sizes), exact_lse
 
 
 def bits(tensor: Tensor) -> Tensor:

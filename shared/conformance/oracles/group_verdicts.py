@@ -43,7 +43,7 @@ def shares_of_group(
     total = int(lengths.sum())
     if not total:
         return torch.zeros(len(results))
-    exact, same = _attention(group, results[0][0].shape[1:])
+    exact, same = _attention(group, results[0][0].shape[1:], is_joined)
     lens = to_device(lengths, exact.out.device)
     calls, own = ragged_rows(lens, total)
     live = (lens.cumsum(0) - lens)[group.index] + group.token
@@ -51,12 +51,16 @@ def shares_of_group(
     outs = torch.cat([_numbers(out) for out, _ in results]).double()
     right = torch.zeros_like(outs)
     right[live] = exact.out
+    smallest, greatest = right.clone(), right.clone()
+    smallest[live] = exact.value_range[0].minimum(exact.out)
+    greatest[live] = exact.value_range[1].maximum(exact.out)
     size = outs.new_zeros(total)
     largest, lost = size.clone(), size.clone()
     # step: budget each row as contract.budgets does
     its_dtype = group.call.dtype
     rounded = same.out.to(its_dtype).double()
-    lost[live] = _largest(rounded - exact.out)
+    off = (rounded - exact.out).masked_fill(~rounded.isfinite(), 0.0)
+    lost[live] = _largest(off)
     size[live] = _largest(exact.out)
     largest[live] = exact.sizes
     eps = torch.finfo(its_dtype).eps
@@ -65,22 +69,26 @@ def shares_of_group(
     typical = of_calls.nanquantile(0.75, dim=1)[calls]
     lost = lost.nan_to_num(0.0).maximum(torch.minimum(typical, eps * largest))
     budget = FACTOR * lost + eps * size
+    most = _largest(smallest).maximum(_largest(greatest)).maximum(largest)
+    least = 2 * eps * most
     if its_dtype not in ROUNDS_ONCE:
         roundings = torch.full_like(largest, ROUNDINGS_INSIDE)
-        if is_joined:
-            its_lse = exact.lse.abs()
-            its_lse = torch.where(its_lse.isfinite(), its_lse, 0.0)
-            roundings[live] += its_lse.amax(1)
         roundings[live] += 2 * exact.lost / eps
         budget = FACTOR * lost + roundings * eps * largest
-        budget[live] += eps * exact.moved
+        budget[live] += exact.moved
+        least = roundings * eps * most
+    # step: bound the budgets by the values
+    budget, least = budget[:, None, None], least[:, None, None]
+    low = (right - budget).maximum(smallest - least)
+    high = (right + budget).minimum(greatest + least)
     # step: compare output and log-sum-exp
     if "out_scale" in group.call.arguments:
         scale = group.out_scales[calls][:, None, None]
-        shares = _outside_fp8(outs, right, budget, scale, results[0][0].dtype)
+        shares = _outside_fp8(outs, low, high, scale, results[0][0].dtype)
     else:
-        error = _largest(outs - right)
-        shares = torch.where(error == 0, 0.0, error / budget)
+        error = (outs - right).abs()
+        allowed = torch.where(outs > right, high - right, right - low)
+        shares = torch.where(error == 0, 0.0, error / allowed).flatten(1).amax(1)
     shares = shares.nan_to_num(torch.inf, torch.inf)
     if results[0][1] is not None:
         lses = torch.cat([lse.T for _, lse in results if lse is not None]).double()
@@ -90,23 +98,26 @@ def shares_of_group(
     return of_calls.amax(1)
 
 
-def _attention(group: Group, shape: Sequence[int]) -> tuple[Exact, Exact]:
+def _attention(
+    group: Group, shape: Sequence[int], is_joined: bool
+) -> tuple[Exact, Exact]:
     """Return the exact attention of a group, and that in the calls' own dtype.
 
     Args:
         group: The requests.
         shape: Heads and size of a row, which a group without live rows does not know.
+        is_joined: Whether rows were merged from partial results by rounded log-sum-exps.
     """
     exact, same = [], []
     for part in group.parts():
         masks = visible_keys(part)
-        exact.append(attend_part(part, torch.float64, masks))
+        exact.append(attend_part(part, torch.float64, masks, is_joined=is_joined))
         same.append(attend_part(part, group.call.dtype, masks, has_sizes=False))
     if exact:
         return joined(exact), joined(same)
     rows = group.query.new_empty((0, *shape), dtype=torch.float64)
     none, zeros = rows[:, :, 0], rows[:, 0, 0]
-    empty = Exact(rows, none, zeros, none, zeros, zeros)
+    empty = Exact(rows, none, zeros, none, zeros, zeros, rows.expand(2, *rows.shape))
     return empty, empty
 
 
@@ -121,18 +132,17 @@ def _numbers(out: Tensor) -> Tensor:
 
 
 def _outside_fp8(
-    outs: Tensor, right: Tensor, budget: Tensor, scale: Tensor, dtype: torch.dtype
+    outs: Tensor, low: Tensor, high: Tensor, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return inf for rows with an FP8 number that is not the rounding of a result in its budget."""
+    """Return inf for rows with an FP8 number that is not the rounding of an allowed result."""
     most = torch.finfo(dtype).max
 
     def rounded(numbers: Tensor) -> Tensor:
         clamped = (numbers / scale).clamp(-most, most).float()
         return clamped.to(dtype).double()
 
-    low, high = (rounded(right + sign * budget[:, None, None]) for sign in (-1, 1))
-    outside = (outs < low) | (outs > high) | ~outs.isfinite()
-    return torch.where(outside.flatten(1).any(1), torch.inf, 0.0).to(budget.dtype)
+    outside = (outs < rounded(low)) | (outs > rounded(high)) | ~outs.isfinite()
+    return torch.where(outside.flatten(1).any(1), torch.inf, 0.0).to(outs.dtype)
 
 
 def _lse_shares(exact: Exact, found: Tensor, live: Tensor) -> Tensor:

@@ -15,29 +15,39 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+)
 from transformers.masking_utils import sdpa_mask
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
-from ...validation.integrations import (
+from ...validation.integrations import load_named
+from ...validation.library_caches import check_same_implementation
+from ...validation.library_models import (
     check_attention_replaced,
     check_causal_batch,
     check_inference,
     check_layer_kind,
-    check_same_implementation,
-    load_named,
+    check_no_step_bias,
 )
 from .masks import (
-    PaddedRanges,
+    PADDING,
+    PaddedColumns,
     VisibleRange,
+    ragged_rows,
     read_bidirectional_window,
-    read_padded_ranges,
+    read_padded_columns,
     read_position_bias,
 )
+from .models.compiled import outside_of_compiler
+from .models.dtypes import in_one_dtype
+from .models.library_copy import ATTENTION, OWN_PREFIX, configs_of
+from .models.replaced import Replacement, check_free, replaced
 from .own_attention import has_own_attention, replace_attention
-from .paged_batch import batch_of
-from .paged_cache import KeysInPages, attend_pages
+from .steps.paged_layer import KeysInPages, attend_pages
+from .steps.step import step_of
 
 CALLS: ContextVar[Counter[nn.Module] | None] = ContextVar(
     "pagetwin_calls", default=None
@@ -46,7 +56,7 @@ CALLS: ContextVar[Counter[nn.Module] | None] = ContextVar(
 
 def attention_name(implementation: str) -> str:
     """Return the name under which a twin is registered."""
-    return f"pagetwin_{implementation}"
+    return f"{OWN_PREFIX}{implementation}"
 
 
 def register(implementation: str = "optimized") -> str:
@@ -66,6 +76,7 @@ def register(implementation: str = "optimized") -> str:
     """
     run = load_named(implementation)
 
+    @outside_of_compiler
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -78,20 +89,34 @@ def register(implementation: str = "optimized") -> str:
     ) -> tuple[Tensor, None]:
         check_inference(query, dropout)
         _count(module)
-        bias = read_position_bias(given.get("position_bias"))
-        visible = _visible_range(module, attention_mask, given, bias is not None)
-        arguments = _arguments(query, scaling, visible, bias, given)
-        batch = given.get("pagetwin") or batch_of(attention_mask)
-        if batch is not None:
-            check_same_implementation(batch.name, implementation)
+        in_pages = key.layer if isinstance(key, KeysInPages) else None
+        if in_pages is not None:
+            (query,) = in_one_dtype(query)
+        else:
+            query, key, value = in_one_dtype(query, key, value)
+        bias = given.get("position_bias")
+        has_bias = bias is not None and bool(bias.any())
+        visible = _visible_range(module, attention_mask, given, has_bias)
+        step = step_of(given.get("pagetwin"), attention_mask)
+        if step is not None:
+            check_same_implementation(step.batch.name, implementation)
             check_causal_batch(module, visible.causal)
-            out = batch.attend(module, query, key, value, arguments)
-        elif isinstance(key, KeysInPages):
-            out = attend_pages(run, query, key, attention_mask, visible, arguments)
+            check_no_step_bias(has_bias)
+            arguments = _arguments(query, scaling, visible, None, given)
+            out = step.batch.attend(step, module, query, key, value, arguments)
+        elif in_pages is not None:
+            check_same_implementation(in_pages.implementation, run.name)
+            query_len = query.shape[2]
+            columns = in_pages.write(module, query_len, attention_mask, visible)
+            table = read_position_bias(bias, columns)
+            arguments = _arguments(query, scaling, visible, table, given)
+            out = attend_pages(run, query, in_pages, columns, arguments)
         else:
             shape = (query.shape[0], query.shape[2], key.shape[2])
-            ranges = read_padded_ranges(attention_mask, *shape, visible)
-            out = _attend_padded(run, query, key, value, ranges, arguments)
+            columns = read_padded_columns(attention_mask, *shape, visible)
+            table = read_position_bias(bias, columns)
+            arguments = _arguments(query, scaling, visible, table, given)
+            out = _attend_padded(run, query, key, value, columns, arguments)
         return out, None
 
     name = attention_name(implementation)
@@ -126,14 +151,26 @@ def use_attention(model: Any, implementation: str = "optimized") -> Iterator[Non
         with replace_attention(model, name):
             yield
         return
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    with replaced(lambda: _choose_attention(model, name)):
+        yield
+
+
+def _choose_attention(model: Any, name: str) -> list[Replacement]:
+    """Return what the library changes to run a model on an attention function."""
+    configs = {id(each): each for each in configs_of(model)}.values()
+    check_free([Replacement(each, ATTENTION, name, name) for each in configs])
+    before = [(each, getattr(each, ATTENTION)) for each in configs]
     try:
+        model.set_attn_implementation(name)
         found = model.config._attn_implementation
         check_attention_replaced(type(model).__name__, found, name)
-        yield
+        return [
+            Replacement(each, ATTENTION, getattr(each, ATTENTION), name)
+            for each in configs
+        ]
     finally:
-        model.set_attn_implementation(before)
+        for config, value in before:
+            setattr(config, ATTENTION, value)
 
 
 @contextmanager
@@ -170,10 +207,22 @@ def _count(module: nn.Module) -> None:
         counted[module] += 1
 
 
+@outside_of_compiler
 def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the library's mask; it contains causality even where the library would omit it."""
+    """Return the library's mask; it contains causality even where the library would omit it.
+
+    The mask notes which queries are padding. Its elements alone do not say so: a query after the
+    last token attends to all tokens.
+    """
     kwargs["allow_is_causal_skip"] = False
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    tokens, first = kwargs.get("attention_mask"), int(kwargs.get("q_offset") or 0)
+    if mask is not None and tokens is not None:
+        tokens = tokens[:, first : first + mask.shape[2]].bool()
+        # the library takes columns after the end of the given mask for later tokens
+        mask.__dict__[PADDING] = ~nn.functional.pad(
+            tokens, (0, mask.shape[2] - tokens.shape[1]), value=True
+        )
     return mask
 
 
@@ -224,7 +273,7 @@ def _attend_padded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    ranges: PaddedRanges,
+    columns: PaddedColumns,
     arguments: dict[str, Any],
 ) -> Tensor:
     """Return attention of a padded batch; rows of padding are 0.
@@ -234,7 +283,7 @@ def _attend_padded(
         query: [reqs, query_heads, query_len, head_size].
         key: [reqs, kv_heads, key_len, head_size].
         value: [reqs, kv_heads, key_len, value_head_size].
-        ranges: the columns that are tokens.
+        columns: the columns that are computed.
         arguments: further arguments of `encoder_attention`.
 
     Returns:
@@ -242,8 +291,9 @@ def _attend_padded(
     """
     num_reqs, query_heads, query_len, _ = query.shape
     # step: remove the padding, so that the batch is ragged
-    query_rows, query_start_loc, max_query_len = _rows(ranges.queries, query)
-    key_rows, key_start_loc, max_key_len = _rows(ranges.keys, key)
+    device = query.device
+    query_rows, query_start_loc, max_query_len = ragged_rows(columns.queries, device)
+    key_rows, key_start_loc, max_key_len = ragged_rows(columns.keys, device)
     # step: compute attention
     ragged = run.encoder_attention(
         _flat(query)[query_rows],
@@ -264,15 +314,3 @@ def _attend_padded(
 def _flat(padded: Tensor) -> Tensor:
     """Return [reqs * columns, heads, elements] of [reqs, heads, columns, elements]."""
     return padded.transpose(1, 2).flatten(0, 1)
-
-
-def _rows(ranges: list[tuple[int, int]], padded: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return the rows of the flat batch that are tokens, their starts, and the maximum count."""
-    column = torch.arange(padded.shape[2])
-    first, end = torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2).unbind(1)
-    is_token = (column >= first[:, None]) & (column < end[:, None])
-    lengths = is_token.sum(1)
-    starts = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    rows = is_token.flatten().nonzero().flatten()
-    longest = max(lengths.tolist(), default=0)
-    return rows.to(padded.device), starts.to(padded.device), longest

@@ -5,21 +5,27 @@ from inspect import Parameter, signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...bookkeeping.batch.arrivals import schedule_arrivals
-from ...bookkeeping.batch.scheduler import Scheduler
-from ...bookkeeping.cache.block_manager import BlockManager
 from ...contract.scheduler_classes import Request, ScheduledRequest, SchedulerOutput
 from ...recorder import Recorder
-from ...validation.integrations import (
+from ...reference.batch.arrivals import schedule_arrivals
+from ...reference.batch.scheduler import Scheduler
+from ...reference.cache.block_manager import BlockManager
+from ...validation.integrations import read_prompts
+from ...validation.library_models import (
     check_attends_everywhere,
     check_calls,
+    check_num_layers,
     check_pages_used,
-    check_prompts,
+    check_rope_length,
+    check_row_scale,
+    check_table_length,
     check_takes_keywords,
 )
-from .attention import count_calls
+from .attention import count_calls, use_attention
+from .models.positions import decoder_of, rope_limit, scales_by_row, table_limit
+from .models.probe import check_steps
 from .paged_batch import PagedBatch
 from .settings import Settings
 from .statistics import Statistics
@@ -35,55 +41,65 @@ def run_requests(
     recorder: Recorder | None = None,
 ) -> list[list[int]]:
     """Return each prompt's new tokens; the arguments are those of `generate`."""
-    config = model.config.get_text_config(decoder=True)
     block_size, num_blocks = settings.block_size, settings.num_blocks
-    max_new_tokens = settings.max_new_tokens
+    config = model.config.get_text_config(decoder=True)
     max_tokens = None if num_blocks is None else num_blocks * block_size
-    check_prompts(prompts, config.vocab_size, max_new_tokens - 1, max_tokens)
-    takes_logits_to_keep = _check_model(model)
-    requests = [
-        Request(number, prompt, max_new_tokens, settings.stop_token_ids)
-        for number, prompt in enumerate(prompts)
-    ]
+    num_output_tokens = settings.max_new_tokens - 1
+    prompts = read_prompts(prompts, config.vocab_size, num_output_tokens, max_tokens)
+    requests, num_layers = _make_requests(model, config, prompts, settings)
+    takes_logits_to_keep = "logits_to_keep" in signature(model.forward).parameters
     if num_blocks is None:
-        counts = [settings.blocks_of(each.max_tokens_in_cache) for each in requests]
+        counts = [
+            settings.blocks_of(request.max_tokens_in_cache) for request in requests
+        ]
         num_blocks = max(1, sum(counts))
     # shuffled, so that no block table is 0, 1, 2, ... by chance
     manager = BlockManager(num_blocks, block_size, seed=0)
-    scheduler = Scheduler(manager, settings.max_batch_tokens, settings.max_running)
+    max_batch_tokens = min(settings.max_batch_tokens, _most_rows(model))
+    scheduler = Scheduler(manager, max_batch_tokens, settings.max_running)
     batch = PagedBatch(
         settings.implementation, num_blocks, block_size, model.device, recorder
     )
     logits: list[list[Tensor]] = [[] for _ in prompts]
     written: set[int] = set()
-    for _, output in schedule_arrivals(scheduler, requests, arrivals):
-        if recorder is not None:
-            recorder.schedule_output(output, block_size)
-        batch.copy_blocks(output.blocks_to_copy)
-        # step: fill blocks without known content with NaN
-        if poison:
-            written = _poison_unknown(batch, manager, output, written)
-        # step: concatenate the new tokens of all requests, and run the model
-        with count_calls(model) as calls:
-            rows = _run_step(
-                model, batch, output.scheduled_requests, takes_logits_to_keep
-            )
-        check_calls(type(model).__name__, calls, config.num_hidden_layers)
-        check_pages_used(
-            type(model).__name__, len(batch.layers_run), config.num_hidden_layers
-        )
-        # step: take the most likely token of each request whose known tokens are computed
-        sampling = [
-            each.request for each in output.scheduled_requests if each.samples_token
-        ]
-        ids = [request.request_id for request in sampling]
-        sampled = dict(zip(ids, rows.argmax(1).tolist(), strict=True))
-        if statistics.keep_logits:
-            for request, row in zip(sampling, rows, strict=True):
-                logits[requests.index(request)].append(row)
-        _add(statistics, output, block_size)
-        statistics.calls.update(calls)
-        scheduler.update_from_output(output, sampled)
+    settings.streams.put_prompts(prompts)
+    with use_attention(model, settings.implementation):
+        for _, output in schedule_arrivals(scheduler, requests, arrivals):
+            if recorder is not None:
+                recorder.schedule_output(output, block_size)
+            batch.copy_blocks(output.blocks_to_copy)
+            # step: fill blocks without known content with NaN
+            if poison:
+                written = _poison_unknown(batch, manager, output, written)
+            # step: concatenate the new tokens of all requests, and run the model
+            with count_calls(model) as calls:
+                rows = _run_step(
+                    model, batch, output.scheduled_requests, takes_logits_to_keep
+                )
+            check_calls(type(model).__name__, calls, num_layers)
+            check_pages_used(type(model).__name__, len(batch.layers_run), num_layers)
+            # step: choose the next token of each request whose known tokens are computed
+            sampling = [
+                scheduled.request
+                for scheduled in output.scheduled_requests
+                if scheduled.samples_token
+            ]
+            numbers = [requests.index(request) for request in sampling]
+            given = [prompts[number] for number in numbers]
+            outputs = [request.output_token_ids for request in sampling]
+            chosen = settings.sampler.choose(numbers, given, outputs, rows, given)
+            _add(statistics, output, block_size)
+            statistics.calls.update(calls)
+            ids = [request.request_id for request in sampling]
+            sampled = dict(zip(ids, chosen, strict=True))
+            scheduler.update_from_output(output, sampled)
+            # step: pass the tokens on
+            for number, token, row in zip(numbers, chosen, rows, strict=True):
+                settings.streams.put(number, token)
+                if requests[number].is_finished:
+                    settings.streams.end(number)
+                if statistics.keep_logits:
+                    logits[number].append(row)
     if statistics.keep_logits:
         statistics.logits += [torch.stack(each) for each in logits]
     if recorder is not None:
@@ -91,14 +107,39 @@ def run_requests(
     return [request.output_token_ids for request in requests]
 
 
-def _check_model(model: Any) -> bool:
-    """Return whether the model takes `logits_to_keep`; raise if a layer has another state."""
-    parameters = signature(model.forward).parameters
-    kinds = {each.kind for each in parameters.values()}
+def _make_requests(
+    model: Any, config: Any, prompts: Sequence[Sequence[int]], settings: Settings
+) -> tuple[list[Request], int]:
+    """Return a request per prompt, and the number of layers.
+
+    Raises:
+        NotImplementedError: the model is not exact in steps.
+        ValueError: a prompt is too long for the model's table of positions.
+    """
     name = type(model).__name__
+    num_layers = check_num_layers(name, config)
+    requests = [
+        Request(number, prompt, settings.max_new_tokens, settings.stop_token_ids)
+        for number, prompt in enumerate(prompts)
+    ]
+    kinds = {each.kind for each in signature(model.forward).parameters.values()}
     check_attends_everywhere(name, bool(getattr(model, "_is_stateful", False)))
     check_takes_keywords(name, Parameter.VAR_KEYWORD in kinds)
-    return "logits_to_keep" in parameters
+    frequencies, table = rope_limit(config), table_limit(decoder_of(model))
+    for number, request in enumerate(requests):
+        length = request.max_tokens_in_cache
+        check_rope_length(name, length, frequencies)
+        check_table_length(f"prompts[{number}]", length, table)
+    check_steps(model, prompts, num_layers)
+    return requests, num_layers
+
+
+def _most_rows(model: nn.Module) -> int:
+    """Return the most tokens of a step for which no layer scales its queries by row."""
+    scaled: list[Any] = [module for module in model.modules() if scales_by_row(module)]
+    for module in scaled:
+        check_row_scale(type(module).__name__, 1, module.floor_scale)
+    return min((module.floor_scale - 1 for module in scaled), default=2**31)
 
 
 def _run_step(

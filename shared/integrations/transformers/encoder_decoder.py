@@ -5,6 +5,7 @@ and values are written to pages once, without the padding, and each decoder step
 a block table of their own. A finished request leaves its wave, and its blocks are freed.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,20 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from ...validation.integrations import (
-    check_calls,
     check_decoder_prompt,
     check_features,
-    check_no_merged_attention,
-    check_prompts,
     check_wave_fits,
+    read_prompts,
 )
-from .attention import count_calls
+from ...validation.library_models import (
+    check_encoder_decoder,
+    check_no_merged_attention,
+    check_no_shared_capacity,
+    check_table_length,
+)
+from .attention import use_attention
+from .models.positions import decoder_of, table_limit
+from .models.probe import check_decoding
 from .paged_cache import PagedCache
 from .settings import Settings
 from .statistics import Statistics
+from .steps.wave_steps import decode, encode, encoder_inputs
 
 
 @dataclass
@@ -53,25 +60,46 @@ def run_waves(
     statistics: Statistics,
 ) -> list[list[int]]:
     """Return each prompt's new tokens; the arguments are those of `generate`."""
-    config = model.config
-    check_no_merged_attention(type(model).__name__, map(type, model.modules()))
-    start = [_start_token(model)] if decoder_prompt is None else decoder_prompt
-    first_tokens = check_decoder_prompt(start, config.vocab_size)
+    name, config = type(model).__name__, model.config
+    check_encoder_decoder(name, config)
+    check_no_merged_attention(name, map(type, model.modules()))
+    for module in model.modules():
+        fraction = getattr(module, "moe_eval_capacity_token_fraction", None)
+        check_no_shared_capacity(name, fraction)
+    start = _start_token(model)
+    if decoder_prompt is None and start is not None:
+        decoder_prompt = [start]
+    first_tokens = check_decoder_prompt(decoder_prompt, config.vocab_size)
     if any(isinstance(prompt, Tensor) for prompt in prompts):
         check_features(prompts)
     else:
-        check_prompts(prompts, config.vocab_size, 0, None)
+        prompts = read_prompts(prompts, config.vocab_size, 0, None)
     decoder_len = len(first_tokens) + settings.max_new_tokens - 1
     requests = [
         _WaveRequest(number, _encoder_len(model, prompt), [], [])
         for number, prompt in enumerate(prompts)
     ]
-    for wave in _split_into_waves(requests, decoder_len, settings):
-        inputs = [prompts[each.number] for each in wave]
-        _run_wave(model, wave, inputs, first_tokens, settings, statistics)
+    _check_lengths(model, requests, decoder_len)
+    check_decoding(model, prompts, first_tokens)
+    waves = list(_split_into_waves(requests, decoder_len, settings))
+    settings.streams.put_prompts([first_tokens] * len(prompts))
+    with use_attention(model, settings.implementation):
+        for wave in waves:
+            inputs = [prompts[request.number] for request in wave]
+            _run_wave(model, wave, inputs, first_tokens, settings, statistics)
     if statistics.keep_logits:
-        statistics.logits += [torch.stack(each.logits) for each in requests]
+        statistics.logits += [torch.stack(request.logits) for request in requests]
     return [request.tokens for request in requests]
+
+
+def _check_lengths(
+    model: Any, requests: Sequence[_WaveRequest], decoder_len: int
+) -> None:
+    """Raise ValueError for a sequence that is longer than a table of positions."""
+    encoder, decoder = table_limit(model.get_encoder()), table_limit(decoder_of(model))
+    for request in requests:
+        check_table_length(f"prompts[{request.number}]", request.encoder_len, encoder)
+    check_table_length("decoder_prompt with max_new_tokens", decoder_len, decoder)
 
 
 def _run_wave(
@@ -84,15 +112,13 @@ def _run_wave(
 ) -> None:
     """Run the requests of a wave to their ends; their tokens and logits are added to them."""
     # step: encode the wave's inputs, padded to one length
-    inputs, mask = _encoder_inputs(model, prompts)
-    with count_calls(model) as calls:
-        encoded = model.get_encoder()(**inputs)[0]
-    check_calls(type(model).__name__, calls, _num_layers(model.get_encoder()))
+    inputs, mask = encoder_inputs(model, prompts)
+    encoded, calls = encode(model, inputs)
     statistics.calls.update(calls)
     statistics.encoder_runs += 1
     # step: allocate pages for the decoder, and for the keys and values of the encoder
     decoder_len = len(first_tokens) + settings.max_new_tokens - 1
-    lengths = [each.encoder_len for each in wave]
+    lengths = [request.encoder_len for request in wave]
     caches = [
         PagedCache(
             max(1, count), settings.block_size, settings.implementation, lengths=stored
@@ -106,12 +132,10 @@ def _run_wave(
     tokens = torch.tensor([first_tokens] * len(wave), device=model.device)
     # step: decode until every request of the wave is finished
     while wave:
-        logits = _decode(model, tokens, encoded, mask, cache, statistics)
-        chosen = logits.argmax(1).tolist()
-        for request, scores, token in zip(wave, logits, chosen, strict=True):
-            request.tokens.append(token)
-            if statistics.keep_logits:
-                request.logits.append(scores)
+        logits, calls = decode(model, tokens, encoded, mask, cache)
+        statistics.calls.update(calls)
+        statistics.steps += 1
+        _choose(wave, prompts, first_tokens, logits[:, -1], settings, statistics)
         unfinished = [
             index
             for index, request in enumerate(wave)
@@ -120,8 +144,13 @@ def _run_wave(
         ]
         if len(unfinished) < len(wave):
             kept = torch.tensor(unfinished, dtype=torch.int64, device=model.device)
+            for index, request in enumerate(wave):
+                if index not in unfinished:
+                    settings.streams.end(request.number)
             wave = [wave[index] for index in unfinished]
-            encoded = encoded[kept]
+            prompts = [prompts[index] for index in unfinished]
+            encoded = copy.copy(encoded)
+            encoded.last_hidden_state = encoded.last_hidden_state[kept]
             mask = None if mask is None else mask[kept]
             for each in caches:
                 each.batch_select_indices(kept)
@@ -130,28 +159,28 @@ def _run_wave(
         )
 
 
-def _decode(
-    model: Any,
-    tokens: Tensor,
-    encoded: Tensor,
-    mask: Tensor | None,
-    cache: EncoderDecoderCache,
+def _choose(
+    wave: Sequence[_WaveRequest],
+    prompts: Sequence[Any],
+    first_tokens: Sequence[int],
+    logits: Tensor,
+    settings: Settings,
     statistics: Statistics,
-) -> Tensor:
-    """Return [reqs, vocabulary] the logits after each request's last token."""
-    with count_calls(model) as calls:
-        logits: Tensor = model(
-            encoder_outputs=BaseModelOutput(last_hidden_state=encoded),
-            attention_mask=mask,
-            decoder_input_ids=tokens,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits[:, -1]
-    # each layer has self-attention and cross-attention
-    check_calls(type(model).__name__, calls, 2 * _num_layers(model.get_decoder()))
-    statistics.calls.update(calls)
-    statistics.steps += 1
-    return logits
+) -> None:
+    """Add the next token of each request of a wave."""
+    numbers = [request.number for request in wave]
+    chosen = settings.sampler.choose(
+        numbers,
+        [first_tokens] * len(wave),
+        [request.tokens for request in wave],
+        logits,
+        prompts,
+    )
+    for request, scores, token in zip(wave, logits, chosen, strict=True):
+        request.tokens.append(token)
+        settings.streams.put(request.number, token)
+        if statistics.keep_logits:
+            request.logits.append(scores)
 
 
 def _split_into_waves(
@@ -176,23 +205,6 @@ def _split_into_waves(
         waiting = waiting[count:]
 
 
-def _encoder_inputs(
-    model: Any, prompts: Sequence[Any]
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Return the encoder's keyword arguments, and the mask of the columns that are tokens."""
-    device = model.device
-    if isinstance(prompts[0], Tensor):
-        features = torch.stack([prompt.to(device, model.dtype) for prompt in prompts])
-        return {"input_features": features}, None
-    longest = max(len(prompt) for prompt in prompts)
-    padding = model.config.pad_token_id or 0
-    ids = [[*prompt, *[padding] * (longest - len(prompt))] for prompt in prompts]
-    shown = [[column < len(prompt) for column in range(longest)] for prompt in prompts]
-    mask = torch.tensor(shown, dtype=torch.int64, device=device)
-    input_ids = torch.tensor(ids, device=device)
-    return {"input_ids": input_ids, "attention_mask": mask}, mask
-
-
 def _start_token(model: Any) -> int | None:
     """Return the first token of every output; None if the model has none."""
     for owner, name in (
@@ -211,8 +223,3 @@ def _encoder_len(model: Any, prompt: Any) -> int:
     if not isinstance(prompt, Tensor):
         return len(prompt)
     return int(model._get_feat_extract_output_lengths(torch.tensor(prompt.shape[-1])))
-
-
-def _num_layers(stack: Any) -> int:
-    """Return the number of layers of an encoder or a decoder."""
-    return len(stack.layers if hasattr(stack, "layers") else stack.block)

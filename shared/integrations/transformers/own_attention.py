@@ -6,7 +6,7 @@ function with the keys and values in pages, then the module's own output project
 have ALiBi instead of rotary positions; their slopes are read from the library's own functions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from ...validation.integrations import check_in_step, check_no_rounded_alibi
-from .paged_batch import batch_of
+from ...validation.library_models import check_in_step, check_no_rounded_alibi
+from .models.replaced import Replacement, replaced
+from .steps.step import step_of
 
 Forward = Callable[..., tuple[Tensor, None]]
 
@@ -34,7 +35,7 @@ def _attend(
     alibi_slopes: Tensor | None,
 ) -> Tensor:
     """Return [1, tokens, query_heads * head_size] the attention of a step of a PagedBatch."""
-    check_in_step(type(module).__name__, batch_of(mask) is not None)
+    check_in_step(type(module).__name__, step_of(None, mask) is not None)
     out, _ = AttentionInterface()[name](
         module,
         query,
@@ -152,17 +153,23 @@ def replace_attention(model: Any, name: str) -> Iterator[None]:
     check_no_rounded_alibi(
         type(model).__name__, bool(getattr(model.config, "alibi", False))
     )
-    replaced: list[tuple[Any, str, Any]] = [
-        (module, "forward", partial(FORWARDS[_class_name(module)], module, name))
-        for module in model.modules()
-        if _class_name(module) in FORWARDS
-    ]
-    if hasattr(model.base_model, "build_alibi_tensor"):
-        # Bloom's own function does not take the mask of a step; layers get the slopes alone
-        slopes = partial(_bloom_slopes, model.base_model.build_alibi_tensor)
-        replaced.append((model.base_model, "build_alibi_tensor", slopes))
-    with _replaced(replaced):
+    with replaced(lambda: _replacements(model, name)):
         yield
+
+
+def _replacements(model: Any, name: str) -> list[Replacement]:
+    """Return the functions of a model that are replaced."""
+    found = []
+    for module in model.modules():
+        if _class_name(module) in FORWARDS:
+            forward = partial(FORWARDS[_class_name(module)], module, name)
+            found.append(Replacement(module, "forward", forward, name))
+    base = model.base_model
+    if hasattr(base, "build_alibi_tensor"):
+        # Bloom's own function does not take the mask of a step; layers get the slopes alone
+        slopes = partial(_bloom_slopes, type(base).build_alibi_tensor.__get__(base))
+        found.append(Replacement(base, "build_alibi_tensor", slopes, name))
+    return found
 
 
 def _bloom_slopes(
@@ -171,19 +178,3 @@ def _bloom_slopes(
     """Return [num_heads] the slopes: the bias of a key at position 1."""
     two_tokens = torch.ones(1, 2, dtype=torch.int64, device=mask.device)
     return build(two_tokens, num_heads, dtype=torch.float32)[:, 0, 1]
-
-
-@contextmanager
-def _replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set attributes of objects inside of the block."""
-    before = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in attributes]
-    try:
-        for owner, name, value in attributes:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                owner.__dict__.pop(name, None)
-            else:
-                setattr(owner, name, value)

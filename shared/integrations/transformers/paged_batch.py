@@ -1,33 +1,58 @@
 """One flat batch of a model's tokens, with the paged KV caches of all layers.
 
 The tokens of all requests are concatenated into one row, as in an engine. The model runs on that
-row. Its attention function gets this object from the keyword `pagetwin`, or, where a layer drops
-the keyword, from the attention mask of the step. In each layer it writes the new keys and values to
+row. Its attention function gets the step from the keyword `pagetwin`, or, where a layer drops the
+keyword, from the attention mask of the step. In each layer it writes the new keys and values to
 their slots, and computes attention of each new token with its own sequence.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...contract.metadata_classes import CommonAttentionMetadata
 from ...recorder import RecordedOperations, Recorder
-from ...validation.integrations import check_flat_batch, load_named
+from ...validation.integrations import (
+    check_block_ids,
+    load_named,
+    read_count,
+    read_ids,
+    read_rows,
+)
+from ...validation.library_caches import (
+    check_current_step,
+    check_no_recorder,
+    check_one_row,
+    check_owner,
+    check_step,
+    check_step_length,
+    check_tokens,
+)
+from ...validation.library_models import (
+    check_no_padding_positions,
+    check_reads_positions,
+    check_rope_length,
+    check_row_scale,
+)
+from .models.positions import (
+    counts_from_padding,
+    ignores_position_ids,
+    rope_limit,
+    scale_by_position,
+    scales_by_row,
+)
 from .pages import Pages
-
-BATCH = "_pagetwin_batch"
-"""The attribute of a step's mask that holds the batch."""
-
-
-def batch_of(mask: Tensor | None) -> "PagedBatch | None":
-    """Return the batch that made a mask in `model_inputs`; None for any other mask."""
-    return None if mask is None else mask.__dict__.get(BATCH)
+from .steps.step import Step, StepMask
 
 
 class PagedBatch:
-    """The paged caches of all layers, and the metadata of the current step.
+    """The paged caches of all layers of one model, and its current step.
+
+    A step is `begin_step`, then one run of the model on `model_inputs`. Anything else raises an
+    error: inputs of an earlier step, a second run of a step, or another model. A deep copy is
+    independent of the original.
 
     Args:
         implementation: "reference", "optimized", or the dotted name of a package with the same
@@ -38,7 +63,8 @@ class PagedBatch:
         recorder: Optional. Checks each step. If None, nothing is checked.
 
     Raises:
-        ValueError: the implementation cannot be loaded.
+        TypeError: a number is not an integer.
+        ValueError: a number is less than 1, or the implementation cannot be loaded.
     """
 
     def __init__(
@@ -50,16 +76,25 @@ class PagedBatch:
         recorder: Recorder | None = None,
     ) -> None:
         self.name = implementation
+        self.num_blocks = read_count("num_blocks", num_blocks)
+        self.block_size = read_count("block_size", block_size)
         self.run: Any = load_named(implementation)
         if recorder is not None:
             self.run = RecordedOperations(self.run, recorder)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
         self.device = torch.device(device)
         self.pages: dict[int, Pages] = {}
-        self.metadata: CommonAttentionMetadata | None = None
-        self.layers_run: set[int] = set()
+        self.step: Step | None = None
+        self._owners: dict[int, weakref.ref[nn.Module]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is copied and pickled. A copy belongs to the next model that runs on it."""
+        check_no_recorder(isinstance(self.run, RecordedOperations))
+        return {**self.__dict__, "_owners": {}}
+
+    @property
+    def layers_run(self) -> set[int]:
         """Layers that computed attention with the pages in the current step."""
+        return set() if self.step is None else self.step.layers_run
 
     def begin_step(
         self,
@@ -67,24 +102,30 @@ class PagedBatch:
         num_computed_tokens: Sequence[int],
         block_rows: Sequence[Sequence[int]],
     ) -> None:
-        """Set the requests of the next run of the model.
+        """Set the requests of the next run of the model. Inputs of earlier steps become invalid.
 
         Args:
-            query_lens: [reqs] new tokens of each request.
+            query_lens: [reqs] new tokens of each request, in total at least one.
             num_computed_tokens: [reqs] tokens that are in the cache already.
             block_rows: [reqs] block ids of each request, in sequence order.
 
         Raises:
-            IndexError, ValueError: as in `build_common_attn_metadata`.
+            TypeError: an entry is not an integer.
+            IndexError, ValueError: as in `build_common_attn_metadata`; a block id is outside the
+                cache; no request has a new token. The step before stays the current one.
         """
-        self.layers_run.clear()
-        self.metadata = self.run.build_common_attn_metadata(
-            query_lens=query_lens,
-            num_computed_tokens=num_computed_tokens,
-            block_rows=block_rows,
+        lengths = read_ids("query_lens", query_lens)
+        rows = read_rows("block_rows", block_rows)
+        check_step_length(lengths)
+        check_block_ids("block_rows", rows, self.num_blocks)
+        metadata = self.run.build_common_attn_metadata(
+            query_lens=lengths,
+            num_computed_tokens=read_ids("num_computed_tokens", num_computed_tokens),
+            block_rows=rows,
             block_size=self.block_size,
             device=self.device,
         )
+        self.step = Step(self, metadata)
 
     def model_inputs(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Return the model's keyword arguments for this step.
@@ -93,34 +134,23 @@ class PagedBatch:
             tokens: [tokens] the new tokens, request after request.
 
         Raises:
+            TypeError: a token is not an integer.
             ValueError: the step has another number of tokens, or no step has begun.
         """
-        metadata = check_flat_batch(self.metadata, len(tokens))
-        positions = [
-            position
-            for first, last in zip(
-                metadata.num_computed_tokens_cpu.tolist(),
-                metadata.seq_lens_cpu.tolist(),
-                strict=True,
-            )
-            for position in range(first, last)
-        ]
-        # the library passes a mask of four dimensions on unchanged; otherwise it would build a mask
-        # of tokens by tokens that is never read
-        mask = torch.empty(1, 1, len(tokens), 0, dtype=torch.bool, device=self.device)
-        # a layer that drops further keywords still passes its mask on; a call of another model, or
-        # of the same one with another mask, does not get this batch
-        mask.__dict__[BATCH] = self
+        ids = read_ids("tokens", tokens)
+        step: Step = check_step(self.step)
+        check_tokens(step.metadata.num_actual_tokens, len(ids))
         return {
-            "input_ids": torch.tensor([list(tokens)], device=self.device),
-            "position_ids": torch.tensor([positions], device=self.device),
-            "attention_mask": mask,
+            "input_ids": torch.tensor([ids], device=self.device),
+            "position_ids": torch.tensor([step.positions], device=self.device),
+            "attention_mask": StepMask.of(step),
             "use_cache": False,
-            "pagetwin": self,
+            "pagetwin": step,
         }
 
     def attend(
         self,
+        step: Step,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -130,6 +160,7 @@ class PagedBatch:
         """Write a layer's new keys and values, and return the attention of each new token.
 
         Args:
+            step: the step whose inputs the model got.
             module: the layer; its `layer_idx` selects the cache.
             query: [1, query_heads, tokens, head_size].
             key: [1, kv_heads, tokens, head_size].
@@ -138,17 +169,25 @@ class PagedBatch:
 
         Returns:
             [1, tokens, query_heads, value_head_size].
+
+        Raises:
+            NotImplementedError: the model does not take the positions of the step exactly.
+            ValueError: the step is not the current one, the layer has run in it already, or the
+                pages are those of another model.
         """
-        metadata = check_flat_batch(self.metadata, query.shape[2])
+        metadata = step.metadata
         layer = int(module.layer_idx)  # type: ignore[arg-type]
+        check_current_step(step is self.step, layer, layer in step.layers_run)
+        check_one_row(query, key, metadata.num_actual_tokens)
+        self._check_model(module, layer, step, arguments)
         flat_query, flat_key, flat_value = (
             each[0].transpose(0, 1) for each in (query, key, value)
         )
-        if layer not in self.pages:
-            self.pages[layer] = Pages.like(
-                flat_key, flat_value, self.num_blocks, self.block_size
-            )
-        pages = self.pages[layer]
+        if scales_by_row(module):
+            flat_query = scale_by_position(module, flat_query, step.positions)
+        pages = self.pages.get(layer) or Pages.like(
+            flat_key, flat_value, self.num_blocks, self.block_size
+        )
         self.run.reshape_and_cache(
             flat_key,
             flat_value,
@@ -167,15 +206,44 @@ class PagedBatch:
             metadata.max_seq_len,
             **arguments,
         )
-        self.layers_run.add(layer)
+        self.pages[layer], self._owners[layer] = pages, weakref.ref(module)
+        step.layers_run.add(layer)
         return out[None]
 
+    def _check_model(
+        self, module: Any, layer: int, step: Step, arguments: dict[str, Any]
+    ) -> None:
+        """Raise if a layer is not that of the batch, or does not take positions exactly."""
+        name, config = type(module).__name__, getattr(module, "config", None)
+        metadata = step.metadata
+        if layer in self._owners:
+            check_owner("PagedBatch", layer, name, self._owners[layer]() is module)
+        else:
+            has_slopes = arguments["options"].alibi_slopes is not None
+            check_reads_positions(name, not has_slopes and ignores_position_ids(module))
+            check_no_padding_positions(name, counts_from_padding(module))
+        check_rope_length(name, metadata.max_seq_len, rope_limit(config))
+        if scales_by_row(module):
+            check_row_scale(name, metadata.num_actual_tokens, module.floor_scale)
+
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN in every layer."""
+        """Fill blocks with NaN in every layer.
+
+        Raises:
+            IndexError: a block id is outside the cache. Nothing has changed.
+        """
+        ids = read_ids("blocks", blocks)
+        check_block_ids("blocks", [ids], self.num_blocks)
         for pages in self.pages.values():
-            pages.poison(blocks)
+            pages.poison(ids)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks in every layer, one (source, destination) pair after another."""
+        """Copy blocks in every layer, one (source, destination) pair after another.
+
+        Raises:
+            IndexError: a block id is outside the cache. Nothing has changed.
+        """
+        rows = read_rows("pairs", pairs)
+        check_block_ids("pairs", rows, self.num_blocks)
         for pages in self.pages.values():
-            pages.copy_blocks(pairs)
+            pages.copy_blocks([(source, destination) for source, destination in rows])

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from .sampling.sampler import Sampler
+from .sampling.streams import Streams
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -11,6 +14,8 @@ class Settings:
         implementation, max_new_tokens, block_size, num_blocks, max_batch_tokens, max_running: as
             in `generate`.
         stop_token_ids: token ids that end an output.
+        sampler: chooses the tokens.
+        streams: pass the tokens on while the call runs.
     """
 
     implementation: str
@@ -20,6 +25,8 @@ class Settings:
     max_batch_tokens: int
     max_running: int
     stop_token_ids: frozenset[int]
+    sampler: Sampler
+    streams: Streams
 
     def blocks_of(self, num_tokens: int) -> int:
         """Return the number of blocks that hold so many tokens."""

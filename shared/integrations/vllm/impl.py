@@ -19,8 +19,8 @@ class PagetwinImpl(VllmAttentionImpl):
     """Runs one layer on a twin.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, kv_sharing_target_layer_name: as in vLLM.
+        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window: as in vLLM.
+        kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name: as in vLLM.
         sinks: Optional. [num_heads] one score per head that has no value. If None, there is none.
 
     Attributes:
@@ -234,8 +234,10 @@ class PagetwinImpl(VllmAttentionImpl):
         if self._is_fp8 and not self.own.is_uncached:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         options: AttentionOptions | None = self._options.get(kind)
-        # vLLM may replace the scales when it loads weights again
-        if options is not None and options.k_scale is scales.get("k_scale"):
+        # vLLM may replace either scale when it loads weights again
+        if options is not None and all(
+            getattr(options, name) is scale for name, scale in scales.items()
+        ):
             return options
         options = self.own.options(
             device,

@@ -36,8 +36,8 @@ class PagetwinLatentImpl(MLACommonImpl):
     """Runs one layer of latent attention.
 
     Args:
-        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, kv_sharing_target_layer_name: as in vLLM.
+        num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window: as in vLLM.
+        kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name: as in vLLM.
         mla_args: the sizes of latent attention, as in vLLM.
 
     Attributes:

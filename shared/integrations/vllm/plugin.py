@@ -4,6 +4,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
+from ...contract.extras import require
 from .versions import BACKEND_NAME, installed_interface
 
 logger = logging.getLogger(__name__)
@@ -17,7 +18,11 @@ def register() -> None:
 
     vLLM calls it in every process. Of vLLM, the registry of backends and the platform are imported.
     If PAGETWIN_RECORD is set, every backend of the registry is recorded, not only this one.
+
+    Raises:
+        ImportError: vLLM is not installed.
     """
+    require("pagetwin.integrations.vllm", "vllm")
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
         register_backend,
@@ -37,7 +42,11 @@ def serve_on_cpu() -> None:
 
     That platform ignores the choice of a backend, so the model would be served by vLLM's own.
     Choices other than CUSTOM are vLLM's.
+
+    Raises:
+        ImportError: vLLM is not installed.
     """
+    require("pagetwin.integrations.vllm", "vllm")
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -100,8 +109,10 @@ def choose_backend() -> "type[PagetwinBackend]":
     A model with latent attention (MLA) gets the class for it. vLLM has one name for both.
 
     Raises:
+        ImportError: vLLM is not installed.
         RuntimeError: vLLM is older than the oldest supported version.
     """
+    require("pagetwin.integrations.vllm", "vllm")
     from vllm.config import get_current_vllm_config_or_none
 
     installed_interface()

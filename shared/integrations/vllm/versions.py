@@ -1,14 +1,16 @@
 """Versions of vLLM: what differs between the interfaces of its minor releases.
 
 vLLM changes its backend interface in minor releases. `INTERFACES` has one entry per minor release.
-The facts were read from the wheels (`tests/vllm_interfaces/record.py`), and a test compares this
-table with them.
+The facts were read from the wheels (`tests/support/vllm_interfaces/record.py`), and a test compares
+this table with them.
 """
 
 import logging
 import re
 from dataclasses import dataclass
 from functools import cache
+
+from ...contract.extras import require
 
 logger = logging.getLogger(__name__)
 
@@ -101,8 +103,10 @@ def installed_interface() -> VllmInterface:
     """Return the interface of the installed vLLM. An unknown version is logged once.
 
     Raises:
+        ImportError: vLLM is not installed.
         RuntimeError: vLLM is older than the oldest supported version.
     """
+    require("pagetwin.integrations.vllm", "vllm")
     import vllm
 
     return find_interface(vllm.__version__)

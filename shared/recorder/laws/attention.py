@@ -5,6 +5,7 @@ cache, in float64 and in the dtype of the output, as in `contract/budgets.py`. O
 the sampled requests are gathered.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions, unpack_options
-from ...contract.budgets import ROUNDS_ONCE, Verdict, judge_rows
+from ...contract.budgets import Verdict, judge_rows
 from ...contract.kinds import FP8_DTYPES
 from ..findings import Corruption
 from ..step import HostStep
+from .score_errors import move_row
 
 
 @dataclass(frozen=True)
@@ -126,34 +128,38 @@ class RowCase:
             absolute = values.abs()
         same = attend(dtype, dtype, values)
         magnitude = attend(torch.float32, torch.float32, absolute)
-        given_rows = (self.output, exact, same, dtype, magnitude)
-        verdict = judge_rows(*given_rows, weight_error=error)
-        if verdict.ok or dtype in ROUNDS_ONCE:
-            return verdict, exact
-        largest = magnitude.flatten(1).abs().amax(1)
-        moved = 2 * self.largest_scores() * largest
-        return judge_rows(*given_rows, moved_by_scores=moved, weight_error=error), exact
+        moved, value_range = self.score_errors()
+        terms = (magnitude, None, moved, value_range)
+        verdict = judge_rows(
+            self.output, exact, same, dtype, *terms, weight_error=error
+        )
+        return verdict, exact
 
-    def largest_scores(self) -> Tensor:
-        """Return the largest sum of absolute products of a score of each row, [rows].
+    def score_errors(self) -> tuple[Tensor, Tensor]:
+        """Return how far rounded scores may move each row, and the range of its values.
 
-        A score that is wrong by one rounding of such a sum s changes its weight by s roundings. If
-        all scores are, the output moves by at most 2 s roundings of the largest average of the
-        absolute values.
+        Returns:
+            [rows, query_heads, value_head_size], and [2, rows, ...] the same.
         """
-        k_scale: Any = 1.0 if self.options.k_scale is None else self.options.k_scale
-        k_scale = torch.as_tensor(k_scale, device=self.query.device).reshape(-1, 1)
         scale = self.query.shape[2] ** -0.5 if self.scale is None else self.scale
-        largest = []
+        scales = [
+            1.0 if each is None else torch.as_tensor(each).to(self.query.device)
+            for each in (self.options.k_scale, self.options.v_scale)
+        ]
+        found = []
         for query, table, length in zip(
             self.query, self.block_table.long(), self.seq_lens.tolist(), strict=True
         ):
-            keys = take_rows(self.key_blocks, table).flatten(0, 1)[:length]
-            keys = keys.double() * k_scale
-            heads = query.double().unflatten(0, (keys.shape[1], -1))
-            sizes = heads.abs() @ keys.abs().permute(1, 2, 0)
-            largest.append(sizes.amax() * abs(scale))
-        return torch.stack(largest)
+            key, value = (
+                take_rows(blocks, table).flatten(0, 1)[:length].double()
+                * (of_head.reshape(-1, 1) if isinstance(of_head, Tensor) else of_head)
+                for blocks, of_head in zip(
+                    (self.key_blocks, self.value_blocks), scales, strict=True
+                )
+            )
+            found.append(move_row(query, key, value, scale, self.options))
+        moved, ranges = zip(*found, strict=True)
+        return torch.stack(moved), torch.stack(ranges, 1)
 
     def one(self, row: int) -> "RowCase":
         """Return the case of one row, with its own blocks alone."""
@@ -311,12 +317,35 @@ def check_attention(
     errors = (output.double() - exact[verdict.row]).abs().nan_to_num(torch.inf)
     head, element = divmod(int(errors.argmax()), output.shape[1])
     worst = case.one(verdict.row)
+    found = float(output[head, element])
+    right = float(exact[verdict.row][head, element])
+    where = (
+        f"head {head}, element {element} is {found:.6g}, the reference has {right:.6g}"
+    )
+    if not math.isfinite(right):
+        what = f"has no finite result, because of {_not_finite(worst)}"
+    elif not math.isfinite(found):
+        what = "is not finite"
+    else:
+        what = f"has error {verdict.error:.3g}: expected at most {verdict.budget:.3g}"
     return Corruption(
         "attention",
-        f"{call.layer}: attention of position {step.position_of(token)} has error"
-        f" {verdict.error:.3g}: expected at most {verdict.budget:.3g}; head {head},"
-        f" element {element} is {float(output[head, element]):.6g}, the reference has"
-        f" {float(exact[verdict.row][head, element]):.6g}",
+        f"{call.layer}: attention of position {step.position_of(token)} {what}; {where}",
         step.row_of(token),
         evidence={"kind": "attention", "rows": worst.as_dict()},
     )
+
+
+def _not_finite(row: RowCase) -> str:
+    """Return which number that a row is computed from is NaN or infinite, in words."""
+    if not torch.isfinite(row.query.float()).all():
+        return "its query, which holds NaN or infinity"
+    length = int(row.seq_lens[0])
+    for name, blocks in (("key", row.key_blocks), ("value", row.value_blocks)):
+        numbers = blocks.float().flatten(0, 1)[:length].flatten(1)
+        wrong = (~torch.isfinite(numbers)).any(1).nonzero()
+        if len(wrong):
+            return (
+                f"the {name} of position {int(wrong[0])}, which holds NaN or infinity"
+            )
+    return "sums that are too large, or of its options"

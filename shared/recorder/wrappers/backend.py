@@ -6,6 +6,7 @@ have a builder that makes a step's metadata, and an implementation that runs a l
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ..environment import recorder_from_environment
 from ..recorder import Recorder
 from ..reports import LOGGER
 from ..settings import RECORD_VARIABLE
+from ..step import StepTensors
 from .readers import ENGINE_READER, LayerView, Reader, StepReader
 
 
@@ -24,6 +26,7 @@ class StepGroups:
     def __init__(self) -> None:
         self._of_layer: dict[str, str | None] = {}
         self._built: dict[str, Any] = {}
+        self._steps: dict[str, StepTensors | None] = {}
 
     def add(self, layer_names: Sequence[str]) -> str:
         """Return the name of a new group; numbered if another engine has one of that name."""
@@ -39,16 +42,24 @@ class StepGroups:
         """Note layers that belong to no group, since their steps are not read."""
         self._of_layer.update(dict.fromkeys(layer_names))
 
-    def built(self, group: str, metadata: Any) -> None:
-        """Note the current metadata of a group."""
-        self._built[group] = metadata
+    def built(self, group: str, metadata: Any, step: StepTensors | None = None) -> None:
+        """Note the current metadata of a group, and the recorder's form of them if it has one."""
+        self._built[group], self._steps[group] = metadata, step
+
+    def step_of(self, metadata: Any) -> StepTensors | None:
+        """Return the recorder's form of current metadata; None if there is none."""
+        return self._steps.get(self._group_of(metadata) or "")
 
     def find(self, metadata: Any, layer_name: str) -> str | None:
         """Return the group of a call: by its metadata, or by the layer if they are a copy."""
+        return self._group_of(metadata) or self.of_layer(layer_name)
+
+    def _group_of(self, metadata: Any) -> str | None:
+        """Return the group whose current metadata these are; None if they are of no group."""
         for group, built in self._built.items():
             if built is metadata:
                 return group
-        return self.of_layer(layer_name)
+        return None
 
     def of_layer(self, layer_name: str) -> str | None:
         """Return the group of a layer; the only group if the name is not known.
@@ -157,11 +168,33 @@ def _recorded_builder(
             metadata = super().build(common_prefix_len, common, *args, **kwargs)
             if not self._recorded_group:
                 return metadata
-            groups.built(self._recorded_group, metadata)
             step = recorder.own(lambda: reader.step(self, common))
-            if step is not None and not self._captures:
-                recorder.begin_step(step, self._recorded_group)
+            self._begin(metadata, None if self._captures else step)
             return metadata
+
+        def update_block_table(
+            self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor
+        ) -> Any:
+            built = super().update_block_table(metadata, blk_table, slot_mapping)
+
+            def other_blocks() -> StepTensors | None:
+                step = groups.step_of(metadata)
+                return step and replace(
+                    step,
+                    block_table=blk_table[: step.seq_lens.shape[0]],
+                    slot_mapping=slot_mapping[: step.slot_mapping.shape[0]],
+                    scheduler_group=reader.scheduler_group(self),
+                )
+
+            if self._recorded_group:
+                self._begin(built, recorder.own(other_blocks))
+            return built
+
+        def _begin(self, metadata: Any, step: StepTensors | None) -> None:
+            """Note metadata, and begin their step unless they are of a dummy run or a capture."""
+            groups.built(self._recorded_group, metadata, step)
+            if step is not None:
+                recorder.begin_step(step, self._recorded_group)
 
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
             common = common_attn_metadata

@@ -1,6 +1,6 @@
 """Readers: how a recorded backend's metadata, caches and implementations are read."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -63,6 +63,9 @@ class StepReader(Protocol):
     def captured_step(self, builder: Any, common: Any) -> StepTensors | None:
         """Return the metadata of a graph that may be captured; None if it is not checked."""
 
+    def scheduler_group(self, builder: Any) -> Hashable:
+        """Return the name of a builder's rows in `Recorder.schedule_groups`."""
+
 
 class Reader(StepReader, Protocol):
     """How to read one engine's metadata, caches and implementations."""
@@ -91,6 +94,10 @@ class EngineReader:
         return step_tensors(common, spec.block_size, window)
 
     captured_step = step
+
+    def scheduler_group(self, builder: Any) -> Hashable:
+        """Return 0: each step's rows are named so in `step`."""
+        return 0
 
     def layer(
         self, impl: Any, layer: Any, kv_cache: Tensor, metadata: Any, query: Tensor

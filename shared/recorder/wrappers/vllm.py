@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.extras import require
 from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES, AttentionType
 from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
@@ -138,6 +139,7 @@ def record_vllm_backends() -> None:
     """
     if not os.environ.get(RECORD_VARIABLE):
         return
+    require(f"{RECORD_VARIABLE} for vLLM", "vllm")
     registry = importlib.import_module(REGISTRY)
     for member in registry.AttentionBackendEnum:
         try:

@@ -67,6 +67,10 @@ class VllmStepReader:
             return None
         return read_step(builder, common, self.specs, self._steps)
 
+    def scheduler_group(self, builder: Any) -> int:
+        """Return the index of a builder's rows in what the scheduler says; -1 if not compared."""
+        return self._steps.scheduler_group(builder.recorded_layers)
+
 
 def read_step(
     builder: Any, common: Any, specs: Sequence[str], steps: WorkerSteps

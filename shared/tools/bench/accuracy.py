@@ -6,7 +6,7 @@ row has an error budget (`contract/budgets.py`). All other elements have to be f
 is compared as a whole, bit for bit.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -64,12 +64,7 @@ class ExpectedRows:
         verdict = judge_rows(found, self.exact, self.same_dtype, dtype, self.sizes)
         error = float((found.double() - self.exact).norm() / self.exact.norm())
         row = int(self.rows[verdict.row])
-        message = (
-            ""
-            if verdict.ok
-            else f"row {row}: error {verdict.error:.3g}, budget {verdict.budget:.3g}"
-            f" ({verdict.worst:.2f} of it)"
-        )
+        message = "" if verdict.ok else str(replace(verdict, row=row))
         return Finding(verdict.ok, message, verdict.worst, error)
 
 

@@ -5,7 +5,6 @@ shows each workload's share of its ceiling: a bar for ours, a mark per other lib
 drawn for light and for dark pages.
 """
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 from ..files import whole_file
 from .tables import timed_names
 
-SUFFIXES = (".svg", ".png")
 LIGHT = {
     "ink": "#1f2933",
     "quiet": "#66717e",
@@ -39,21 +37,6 @@ MARKERS = {
     "torch-flash": ("#8b95a1", "P"),
     "torch-cudnn": ("#b08968", "X"),
 }
-
-
-def check_plot_can_be_drawn(path: Path) -> None:
-    """Check that a plot can be drawn, before anything is measured.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: The file ends neither in .svg nor in .png.
-    """
-    if path.suffix not in SUFFIXES:
-        raise ValueError(f"plot = {path}: expected a file that ends in .svg or .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
-            "a plot needs matplotlib: expected after pip install 'pagetwin[report]'"
-        )
 
 
 def write_plots(record: Mapping[str, Any], path: Path) -> list[Path]:

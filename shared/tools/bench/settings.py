@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..bench_names import check_device
 from .workloads import Workload, choose_workloads
 
 FULL, SMOKE = (3, 30), (1, 2)
@@ -62,26 +63,20 @@ def choose_settings(
         ValueError: Unknown suite, workload or device, a number below 1, or full workloads without
             a GPU.
     """
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device = {device!r}: expected cpu or cuda")
+    chosen = choose_workloads(names, suite)
     has_gpu = torch.cuda.is_available()
     device = device or ("cuda" if has_gpu else "cpu")
     if device == "cuda" and not has_gpu:
         raise ValueError("device = 'cuda': torch sees no CUDA device here")
-    if device == "cpu" and not smoke:
-        raise ValueError(
-            "device = 'cpu': a benchmark needs a CUDA device, because the times of interpreted"
-            " kernels have no meaning; --smoke runs tiny versions of all workloads here, to try"
-            " the benchmark itself"
-        )
+    check_device(device, smoke)
     defaults = SMOKE if smoke else FULL
-    rounds, repeats = rounds or defaults[0], repeats or defaults[1]
+    rounds = defaults[0] if rounds is None else rounds
+    repeats = defaults[1] if repeats is None else repeats
     for name, number in (("rounds", rounds), ("repeats", repeats)):
         if number < 1:
             raise ValueError(f"{name} = {number}: expected at least 1")
-    if limit is not None and limit <= 0:
+    if limit is not None and not limit > 0:
         raise ValueError(f"limit = {limit:g}: expected seconds, more than 0")
-    chosen = choose_workloads(names, suite)
     return BenchSettings(
         workloads=tuple(each.tiny() if smoke else each for each in chosen),
         device=device,

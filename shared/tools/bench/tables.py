@@ -28,7 +28,8 @@ def one_line(workload: Record, meaningless: str | None) -> str:
     for name, entry in workload["results"].items():
         if entry["status"] == "timed":
             kernels = f" ({kernel_words(entry)})" if entry.get("kernels") else ""
-            parts.append(f"{name} {show_us(entry['median_us'], meaningless)}{kernels}")
+            time = show_us(entry["median_us"], _label(meaningless, name))
+            parts.append(f"{name} {time}{kernels}")
         elif entry["status"] in ("wrong", "failed"):
             parts.append(f"{name} {entry['status'].upper()}: {entry['reason']}")
     return f"{workload['name']}: {', '.join(parts) or 'nothing was timed'}"
@@ -48,6 +49,11 @@ def show_us(us: float, meaningless: str | None = None) -> str:
     if meaningless:
         return f"{meaningless} {us / 1e3:.3g} ms"
     return f"{us:,.1f} us" if us < 100 else f"{us:,.0f} us"
+
+
+def _label(meaningless: str | None, name: str) -> str | None:
+    """Return the label of a library's times. Torch's operators are never interpreted."""
+    return "tiny" if meaningless and name.startswith("torch") else meaningless
 
 
 def result_table(record: Record) -> Table:
@@ -119,7 +125,7 @@ def aim_rows(record: Record) -> list[list[str]]:
             row.append(
                 name if is_named else f"{name}, without {', '.join(aim['named'])}"
             )
-            row.append(_cell_words(each["results"][name], meaningless))
+            row.append(_cell_words(each["results"][name], _label(meaningless, name)))
         row.append("" if value is None else f"{value:.3f}")
         row.append(f"{aim['at_most']:.2f}")
         row.append({True: "yes", False: "no", None: ""}[aim["met"]])
@@ -185,7 +191,7 @@ def _cells(record: Record, each: Record, names: list[str]) -> list[str]:
     meaningless = record["meaningless"]
     ours = each["results"]["ours"]
     row = [each["name"]]
-    row += [_cell(each["results"][name], meaningless) for name in names]
+    row += [_cell(each["results"][name], _label(meaningless, name)) for name in names]
     if record["ceilings"] is not None:
         share = ours.get("share_of_ceiling")
         row += [
@@ -319,7 +325,7 @@ def markdown_table(record: Record) -> list[str]:
         cells = [each["name"]]
         for name in names:
             entry = each["results"][name]
-            cells.append(_cell_words(entry, meaningless))
+            cells.append(_cell_words(entry, _label(meaningless, name)))
         is_shown = ours["status"] == "timed" and not meaningless
         cells.append(
             " to ".join(show_us(us).removesuffix(" us") for us in ours["quartiles_us"])

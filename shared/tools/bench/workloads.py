@@ -4,11 +4,9 @@ A workload is one batch: the number of requests, their lengths, the heads, the v
 bytes and operations are the minimum for any kernel, so its floor depends on the machine alone.
 """
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,11 @@ import numpy as np
 import torch
 
 from ...contract.kinds import FP8_DTYPES
+from ..bench_names import choose_names, read_suite
 
 KINDS = (
     "decode", "cross", "prefill", "mixed", "latent", "cascade", "encoder", "write"
 )  # fmt: skip
-SUITES = {
-    "standard": ("workloads.json",),
-    "extended": ("extended.json",),
-    "all": ("workloads.json", "extended.json"),
-}
-"""Files of each suite of workloads."""
 TINY_LEN = 48
 
 
@@ -214,13 +207,7 @@ def load_workloads(suite: str = "standard") -> dict[str, Workload]:
     Raises:
         ValueError: The suite is not one of SUITES.
     """
-    if suite not in SUITES:
-        raise ValueError(f"suite = {suite!r}: expected {', '.join(SUITES)}")
-    found = []
-    for name in SUITES[suite]:
-        path = Path(__file__).with_name(name)
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        found += [_parse(stored["defaults"] | each) for each in stored["workloads"]]
+    found = [_parse(each) for each in read_suite(suite)]
     return {each.name: each for each in found}
 
 
@@ -301,20 +288,7 @@ def choose_workloads(names: Sequence[str], suite: str = "standard") -> list[Work
             message lists similar names.
     """
     known = load_workloads(suite)
-    if not names:
-        return list(known.values())
-    chosen: dict[str, Workload] = {}
-    for name in names:
-        found = [each for each in known if fnmatchcase(each, name)]
-        if not found:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            meant = f"did you mean {' or '.join(near)}? " if near else ""
-            raise ValueError(
-                f"workload = {name!r}: {meant}expected some of {', '.join(known)},"
-                " or a pattern such as 'decode-*'"
-            )
-        chosen |= {each: known[each] for each in found}
-    return [each for each in known.values() if each.name in chosen]
+    return [known[name] for name in choose_names(names, suite)]
 
 
 def published_figures(device: str) -> dict[str, Any] | None:

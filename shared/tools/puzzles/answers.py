@@ -67,7 +67,7 @@ def first_difference(
 ) -> Difference | None:
     """Return the first difference of an answer from the right one, or None if it is right."""
     if found.error is not None:
-        return Difference("error", f"{type(found.error).__name__}: {found.error}")
+        return Difference("error", sentence_of(found.error))
     if found.extra:
         names = ", ".join(puzzle.results) or "nothing"
         return Difference("count", f"it returned {found.extra}, expected {names}")
@@ -79,6 +79,19 @@ def first_difference(
         names = ", ".join(found.changed)
         return Difference("changed", f"the call changed {names}, which is only read")
     return None
+
+
+def origin_of(error: BaseException) -> BaseException:
+    """Return an error that a kernel raised, and not that of the interpreter which reports it."""
+    while type(error).__name__ == "InterpreterError" and error.__cause__:
+        error = error.__cause__
+    return error
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the type of an error, and what it says."""
+    origin = origin_of(error)
+    return f"{type(origin).__name__}: {origin}"
 
 
 def is_same(found: CallResult, other: CallResult) -> bool:

@@ -1,22 +1,33 @@
 """Check of one puzzle in this process: small cases first, then the laws.
 
-Every case is tried, the smallest first. The first one with a wrong result is shown. The hint is
-that of the usual mistake which has the same result there, and in most of the other cases.
+Every case is tried, the smallest first, and then all with tensors that are not contiguous. The
+first one with a wrong result is shown. The hint is that of the usual mistake which has the same
+result there, and in most of the other cases.
 """
 
 import importlib.util
+import linecache
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from ...engine.triton_versions import repair_loaded_interpreter
-from .answers import CallResult, Difference, answer_of, first_difference, is_same
-from .puzzle import Case, Function, Puzzle
+from .answers import (
+    CallResult,
+    Difference,
+    answer_of,
+    first_difference,
+    is_same,
+    origin_of,
+    sentence_of,
+)
+from .puzzle import Case, Function, Puzzle, case_with_strides
 from .show import show_answer, show_case
 
 SOLVED = "solved"
@@ -28,12 +39,16 @@ SECONDS_OF_CASES = 2.5
 """Time limit of the cases once one is wrong: the others only serve the choice of the hint."""
 GENERAL_HINTS = {
     "error": "The call raised an error. Follow the line above with the input that is shown.",
+    "strides": "With contiguous tensors the answer is right. Here the elements of a tensor are not"
+    " next to each other in memory, as in a part of a larger tensor. view cannot join such axes."
+    " reshape joins them in a copy, so what is written to it is lost. Index each axis instead.",
     "count": "Return what the docstring lists, in that order. A function without `return` returns"
     " None.",
     "type": "Return tensors, as the docstring lists them.",
     "shape": "Compare the shape with the one in the docstring, axis by axis.",
     "dtype": "The numbers may be right, in another dtype. The docstring names the dtype.",
-    "changed": "The caller still needs its arguments. Write to a new tensor.",
+    "changed": "The caller still needs its arguments: write to a copy, as x.clone(). x[0] is not a"
+    " copy but a view of x, so y = x[0]; y += 1 changes x too.",
 }
 
 Tried = tuple[Case, CallResult, CallResult]
@@ -66,6 +81,7 @@ class Outcome:
 
 def check_file(puzzle: Puzzle, file: Path) -> Outcome:
     """Return the result of the check of one file."""
+    file = file.absolute()  # as in the frames of an error
     text = file.read_text(encoding="utf-8")
     if text == puzzle.template:
         return Outcome(NOT_STARTED)
@@ -79,7 +95,7 @@ def check_file(puzzle: Puzzle, file: Path) -> Outcome:
             WRONG,
             "file",
             "Python cannot import the file. Correct the line that is named.",
-            f"{type(error).__name__}: {error}{_line_in(file, error)}",
+            f"{sentence_of(error)}{_line_in(file, error)}",
         )
     if not callable(function):
         return Outcome(
@@ -114,10 +130,31 @@ def check_function(
         function: The function that solves it, or not.
         file: Optional. Its file, whose lines are named in errors. If None, no line is named.
     """
+    cases = list(puzzle.cases())
+    wrong = _check_cases(puzzle, function, file, cases)
+    if wrong is None and puzzle.has_strides:
+        # after the others, which are right: so the strides alone are the reason of what is wrong
+        parts = [case_with_strides(case) for case in cases]
+        wrong = _check_cases(puzzle, function, file, parts, "strides")
+    return wrong or _check_laws(puzzle, function, file)
+
+
+def _check_cases(
+    puzzle: Puzzle,
+    function: Function,
+    file: Path | None,
+    cases: list[Case],
+    hint: str = "",
+) -> Outcome | None:
+    """Return the result of the check on some cases, or None if all answers are right.
+
+    Args:
+        hint: Optional. The general hint, if only one can explain a wrong answer.
+    """
     tried: list[Tried] = []
     failing: Tried | None = None
     began = time.perf_counter()
-    for case in puzzle.cases():
+    for case in cases:
         found = answer_of(puzzle, function, case)
         if _is_not_started(found):
             return Outcome(NOT_STARTED)
@@ -129,17 +166,20 @@ def check_function(
         if failing and time.perf_counter() - began > SECONDS_OF_CASES:
             break
     if failing is None:
-        return _check_laws(puzzle, function)
+        return None
     case, found, right = failing
     difference = first_difference(puzzle, found, right)
     assert difference is not None
-    hint, text = _choose_hint(puzzle, tried, failing, difference)
-    line = "" if file is None else _line_in(file, found.error)
+    name, text = (
+        (hint, GENERAL_HINTS[hint])
+        if hint
+        else _choose_hint(puzzle, tried, failing, difference)
+    )
     return Outcome(
         WRONG,
-        hint,
+        name,
         text,
-        f"{difference.text}{line}",
+        f"{difference.text}{_line_in(file, found.error, function)}",
         tuple(show_case(case)),
         tuple(show_answer(found, right.results)),
         tuple(show_answer(right, right.results)),
@@ -170,30 +210,47 @@ def _choose_hint(
     return "idea", puzzle.idea
 
 
-def _check_laws(puzzle: Puzzle, function: Function) -> Outcome:
+def _check_laws(puzzle: Puzzle, function: Function, file: Path | None) -> Outcome:
     """Return the result of the laws of the puzzle's operations."""
     if puzzle.operations is None:
         return Outcome(SOLVED)
     from ...conformance.harness.candidate import Candidate, Support
+    from ...conformance.harness.fatal import message_of
     from ...conformance.harness.report import Status
     from ...conformance.harness.trial import find_law, make_setting, try_law
 
-    candidate = Candidate(puzzle.name, puzzle.operations(function), Support())
+    raised: dict[str, Exception] = {}
+
+    def watched(*values: Any, **named: Any) -> Any:
+        try:
+            return function(*values, **named)
+        except Exception as error:
+            raised[message_of(error)] = error
+            raise
+
+    candidate = Candidate(puzzle.name, puzzle.operations(watched), Support())
     setting = make_setting(candidate, "cpu")
     for sentence in puzzle.laws:
         result = try_law(find_law(sentence), setting, 0, EXAMPLES)
-        if result.status != Status.HELD:
-            words = f"{result.what} {result.where}" if result.what else result.message
-            return Outcome(
-                WRONG,
-                "law",
-                puzzle.law_hint,
-                words,
-                (result.case,),
-                (result.found,) if result.what else (),
-                (result.right,) if result.what else (),
-                sentence,
+        if result.status == Status.HELD:
+            continue
+        wrong = Outcome(WRONG, case=(result.case,), law=sentence)
+        if result.message in raised:
+            error = raised[result.message]
+            return replace(
+                wrong,
+                hint="error",
+                hint_text=GENERAL_HINTS["error"],
+                difference=f"{sentence_of(error)}{_line_in(file, error, function)}",
             )
+        return replace(
+            wrong,
+            hint="law",
+            hint_text=puzzle.law_hint,
+            difference=result.message or f"{result.what} {result.where}",
+            found=(result.found,) if result.what else (),
+            right=(result.right,) if result.what else (),
+        )
     return Outcome(SOLVED)
 
 
@@ -207,18 +264,31 @@ def _is_not_started(answer: CallResult) -> bool:
     return False
 
 
-def _line_in(file: Path, error: BaseException | None) -> str:
-    """Return the line of a file at which an error was raised, in words."""
-    if error is None:
+def _line_in(
+    file: Path | None, error: BaseException | None, function: Function | None = None
+) -> str:
+    """Return the line of a file at which an error was raised, in words.
+
+    Args:
+        file: Optional. The file. If None, no line is named.
+        error: Optional. The error.
+        function: Optional. The function that was called, whose first line is named if the call
+            itself is what is wrong.
+    """
+    if file is None or error is None:
         return ""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename) == file
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(origin_of(error).__traceback__)
+        if frame.filename == str(file)
     ]
-    if not frames:
+    code = getattr(function, "__code__", None)
+    if not lines and code is not None and code.co_filename == str(file):
+        lines = [code.co_firstlineno]
+    if not lines or lines[-1] is None:
         return ""
-    return f"\n  in line {frames[-1].lineno} of {file.name}: {frames[-1].line}"
+    text = linecache.getline(str(file), lines[-1]).strip()
+    return f"\nin line {lines[-1]} of {file.name}: {text}"
 
 
 @contextmanager

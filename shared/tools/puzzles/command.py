@@ -8,7 +8,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from ...contract.extras import require
 from ..command_line import DISAGREE, sentences_for_errors
+from ..files import check_folder
+from .folder import NAMES, choose, file_of, write
 
 if TYPE_CHECKING:
     from .check import Outcome
@@ -39,26 +42,25 @@ def puzzles(
     arguments.
     """
     with sentences_for_errors():
-        if check and importlib.util.find_spec("hypothesis") is None:
-            raise ImportError(
-                "pagetwin puzzles --check needs hypothesis, which draws cases for the laws:"
-                " pip install 'pagetwin[conformance]'"
+        if check:
+            require("pagetwin puzzles --check", "hypothesis")
+        folder, names = choose(words or [])
+        missing = [name for name in names if not (folder / file_of(name)).is_file()]
+        is_named = len(names) < len(NAMES)
+        if check and missing and (is_named or missing == names):
+            raise FileNotFoundError(
+                f"{folder} has no file {file_of(missing[0])}. This command writes it:"
+                f" {_command(folder, missing[0] if is_named else '')}"
             )
-        from .folder import choose
+        if not check:
+            check_folder("folder", folder)
         from .tasks import PUZZLES
 
-        folder, chosen = choose(words or [])
+        chosen = [each for each in PUZZLES if each.name in names]
         if not check:
             _write(folder, chosen)
             return
-        with_file = [each for each in chosen if (folder / each.file).is_file()]
-        missing = [each for each in chosen if each not in with_file]
-        is_named = len(chosen) < len(PUZZLES)
-        if missing and (is_named or not with_file):
-            raise FileNotFoundError(
-                f"{folder} has no file {missing[0].file}. This command writes it:"
-                f" {_command(folder, missing[0].name if is_named else '')}"
-            )
+        with_file = [each for each in chosen if each.name not in missing]
         is_all_solved = _check(folder, with_file)
     if not is_all_solved:
         raise typer.Exit(DISAGREE)
@@ -71,16 +73,22 @@ def _command(folder: Path, name: str = "", check: bool = False) -> str:
         for word in (
             "pagetwin puzzles",
             "--check" if check else "",
-            str(folder) if str(folder) not in (".", "puzzles") else "",
+            _as_word(folder),
             name,
         )
         if word
     )
 
 
-def _write(folder: Path, chosen: "list[Puzzle]") -> None:
-    from .folder import write
+def _as_word(folder: Path) -> str:
+    """Return how a command names a folder; a new one with a slash. Empty for the default."""
+    if str(folder) in (".", "puzzles"):
+        return ""
+    is_bare = len(folder.parts) == 1 and not folder.is_dir()
+    return f"./{folder}" if is_bare else str(folder)
 
+
+def _write(folder: Path, chosen: "list[Puzzle]") -> None:
     written = write(folder, chosen)
     console = Console(highlight=False)
     for puzzle in chosen:
@@ -120,9 +128,8 @@ def _check(folder: Path, chosen: "list[Puzzle]") -> bool:
     console.print()
     console.print(f"{solved} of {len(results)} solved.", style="bold")
     if solved == len(results):
-        console.print(
-            "Compare your answers with the code in reference/ and optimized/."
-        )
+        twins = " and ".join(_installed(twin) for twin in ("reference", "optimized"))
+        console.print(f"Compare your answers with the code in {twins}.", markup=False)
     unsolved = [puzzle for puzzle, outcome in results if outcome.status != SOLVED]
     if unsolved:
         following = unsolved[0]
@@ -132,6 +139,13 @@ def _check(folder: Path, chosen: "list[Puzzle]") -> bool:
             soft_wrap=True,
         )
     return not unsolved
+
+
+def _installed(twin: str) -> str:
+    """Return the folder of a twin, from a checkout or installed."""
+    spec = importlib.util.find_spec(f"pagetwin.{twin}")
+    assert spec is not None and spec.submodule_search_locations
+    return str(Path(spec.submodule_search_locations[0]).resolve())
 
 
 def _teacher(puzzle: "Puzzle") -> str:
@@ -149,10 +163,11 @@ def _print_wrong(console: Console, outcome: "Outcome") -> None:
         parts.append(("law", (outcome.law,), ""))
     if outcome.case:
         parts.append(("input", outcome.case, ""))
-    if outcome.right:
+    if outcome.found:
         parts.append(("yours", outcome.found, "red"))
+    if outcome.right:
         parts.append(("right", outcome.right, "green"))
-    first = "where" if outcome.right else "error"
+    first = "where" if outcome.found else "error"
     parts.append((first, tuple(outcome.difference.split("\n")), "bold"))
     for name, lines, style in parts:
         shown = list(lines[:SHOWN_LINES])

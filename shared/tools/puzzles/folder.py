@@ -1,55 +1,102 @@
-"""Files of the puzzles: which ones are meant, and how they are written."""
+"""Files of the puzzles: which ones are meant, and how they are written.
+
+Nothing here imports torch, so a wrong name is reported at once.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .puzzle import Puzzle
-from .tasks import PUZZLES
+from ..arguments import nearest
+from ..files import make_folder
+
+if TYPE_CHECKING:
+    from .puzzle import Puzzle
 
 DEFAULT_FOLDER = Path("puzzles")
+NAMES = (
+    "slot_mapping", "append_blocks", "gather", "causal_mask", "sliding_window",
+    "online_softmax", "gqa", "combine_splits", "cross_attention_lengths", "cascade",
+    "fp8_write", "decode",
+)  # fmt: skip
+"""Names of the puzzles, in the order of their numbers."""
 
 
-def choose(words: Sequence[str]) -> tuple[Path, list[Puzzle]]:
-    """Return the folder and the puzzles that a command names.
+def file_of(name: str) -> str:
+    """Return the file of a puzzle, such as "01_slot_mapping.py"."""
+    return f"{NAMES.index(name) + 1:02}_{name}.py"
+
+
+FILES = tuple(map(file_of, NAMES))
+
+
+def choose(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder and the names of the puzzles that a command names.
 
     Args:
-        words: Optional folder, then names or numbers of puzzles. If no folder is named, it is the
-            current one if that holds puzzles, else `puzzles`. If no puzzle is named, all are meant.
+        words: Optional folder, then names, numbers or files of puzzles. If no folder is named, it
+            is the current one if that holds puzzles, else `puzzles`. If no puzzle is named, all
+            are meant.
 
     Raises:
-        ValueError: A word after the first one names no puzzle.
+        ValueError: A word names no puzzle, and is not the first one or is not a folder.
     """
-    names = list(words)
-    folder = None
-    if names and _find(names[0]) is None:
-        folder = Path(names.pop(0))
-    if folder is None:
-        is_here = any(Path(puzzle.file).is_file() for puzzle in PUZZLES)
-        folder = Path() if is_here else DEFAULT_FOLDER
-    chosen = []
-    for name in names:
-        puzzle = _find(name)
-        if puzzle is None:
-            known = ", ".join(f"{each.number} {each.name}" for each in PUZZLES)
-            raise ValueError(
-                f"puzzle = {name!r}: expected a name or number of: {known}"
-            )
-        chosen.append(puzzle)
-    return folder, [each for each in PUZZLES if each in chosen] or list(PUZZLES)
+    rest = list(words)
+    folders = []
+    if rest and _find(rest[0]) is None:
+        folders.append(_folder(rest.pop(0), is_alone=not rest))
+    chosen = set()
+    for word in rest:
+        name = _find(word)
+        if name is None:
+            raise ValueError(f"puzzle = {word!r}: {_known(word)}")
+        chosen.add(name)
+        if Path(word).name != word:
+            folders.append(Path(word).parent)
+    if len(set(folders)) > 1:
+        both = " and ".join(map(str, folders))
+        raise ValueError(f"the puzzles are in {both}: expected those of one folder")
+    is_here = any(Path(file).is_file() for file in FILES)
+    folder = (folders or [Path() if is_here else DEFAULT_FOLDER])[0]
+    return folder, [name for name in NAMES if not chosen or name in chosen]
 
 
-def _find(word: str) -> Puzzle | None:
-    """Return a puzzle by its name, number or file."""
-    for puzzle in PUZZLES:
-        if Path(word).name in (puzzle.file, puzzle.file[:-3]) or word in (
-            puzzle.name,
-            str(puzzle.number),
+def _find(word: str) -> str | None:
+    """Return the name of a puzzle from its name, number or file."""
+    wanted = Path(word).name.lower().replace("-", "_").replace(" ", "_")
+    for number, (name, file) in enumerate(zip(NAMES, FILES, strict=True), 1):
+        if wanted in (file, file[:-3]) or (
+            wanted in (name, str(number)) and Path(word).name == word
         ):
-            return puzzle
+            return name
     return None
 
 
-def write(folder: Path, puzzles: Sequence[Puzzle]) -> list[Path]:
+def _folder(word: str, is_alone: bool) -> Path:
+    """Return a folder, which may be new; raise if the word may be a wrong name of a puzzle.
+
+    Args:
+        word: The first word of a command.
+        is_alone: Whether it is the only one, so that nothing else says what it is.
+    """
+    path = Path(word)
+    if "/" in word or path.is_dir() or path == DEFAULT_FOLDER:
+        return path
+    if is_alone or nearest(word, NAMES, 0.8) or word.lstrip("+-").isdecimal():
+        raise ValueError(
+            f"{word!r} is neither a puzzle nor a folder: {_known(word)}, or for a new folder"
+            f" ./{word}"
+        )
+    return path
+
+
+def _known(word: str) -> str:
+    """Return what is expected instead of a word."""
+    names = ", ".join(f"{number} {name}" for number, name in enumerate(NAMES, 1))
+    return f"{nearest(word, NAMES)}expected a name or number of: {names}"
+
+
+def write(folder: Path, puzzles: "Sequence[Puzzle]") -> list[Path]:
     """Write the files of puzzles that the folder does not have yet. Return what was written.
 
     Either all files are written or none.
@@ -72,8 +119,7 @@ def write(folder: Path, puzzles: Sequence[Puzzle]) -> list[Path]:
             f" `pagetwin puzzles {folder} {(missing or puzzles)[-1].name}`."
             " To begin one anew, delete its file first."
         )
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
+    made = make_folder("folder", folder)
     files = [folder / puzzle.file for puzzle in missing]
     temporary = [file.with_name(f".{file.name}.new") for file in files]
     written: list[Path] = []
@@ -86,7 +132,7 @@ def write(folder: Path, puzzles: Sequence[Puzzle]) -> list[Path]:
     except OSError:
         for file in (*temporary, *written):
             file.unlink(missing_ok=True)
-        if made:
-            folder.rmdir()
+        for each in made:
+            each.rmdir()
         raise
     return files

@@ -14,6 +14,8 @@ from torch import Tensor
 Case = dict[str, Any]
 """Arguments of one call: tensors, numbers and lists."""
 Function = Callable[..., Any]
+UNUSED = 99.0
+"""The number between the elements of a tensor that is not contiguous."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Puzzle:
             None, no law is tried.
         laws: Sentences of the laws that those operations must satisfy.
         law_hint: The hint if all cases are right and a law is broken.
+        has_strides: Whether the cases are tried with tensors that are not contiguous too.
     """
 
     number: int
@@ -70,6 +73,7 @@ class Puzzle:
     operations: Callable[[Function], dict[str, Function]] | None = None
     laws: tuple[str, ...] = ()
     law_hint: str = ""
+    has_strides: bool = True
 
     @property
     def file(self) -> str:
@@ -83,11 +87,31 @@ class Puzzle:
 
 def copy_of(value: Any) -> Any:
     """Return a copy of an argument, with copies of its tensors and lists."""
+    return with_tensors(
+        lambda each: each.clone() if each.is_contiguous() else strided(each), value
+    )
+
+
+def case_with_strides(case: Case) -> Case:
+    """Return a case with equal tensors that are not contiguous."""
+    return {name: with_tensors(strided, value) for name, value in case.items()}
+
+
+def with_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return an argument with other tensors, also inside of lists and tuples."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(copy_of(each) for each in value)
+        return type(value)(with_tensors(change, each) for each in value)
     return value
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """Return an equal tensor that is not contiguous: a part of a larger one along every axis."""
+    sizes = [size + 1 for size in tensor.shape]
+    larger = torch.full([*sizes, 2], UNUSED).to(tensor.dtype)[..., 0]
+    part = larger[tuple(map(slice, tensor.shape))]
+    return part.copy_(tensor)
 
 
 def small_numbers(*shape: int, seed: int = 0, low: int = -1, high: int = 2) -> Tensor:

@@ -12,14 +12,20 @@ LINE_WIDTH = 68
 
 
 def show_case(case: Case) -> list[str]:
-    """Return the arguments of a case, one or more lines per argument."""
-    return [line for name, value in case.items() for line in show(name, value)]
+    """Return the arguments of a case, one or more lines per argument; then unusual strides."""
+    lines = [line for name, value in case.items() for line in show(name, value)]
+    strides = [
+        f"{name}.stride() = {value.stride()}"
+        for name, value in case.items()
+        if isinstance(value, Tensor) and not value.is_contiguous()
+    ]
+    return lines + strides
 
 
 def show_answer(answer: CallResult, names: dict[str, Any]) -> list[str]:
-    """Return the results of an answer, or how the call ended."""
+    """Return the results of an answer, or what it returned instead. None if it raised."""
     if answer.error is not None:
-        return [f"{type(answer.error).__name__}: {answer.error}"]
+        return []
     if answer.extra:
         return [f"returned {answer.extra}"]
     return [line for name in names for line in show(name, answer.results[name])]

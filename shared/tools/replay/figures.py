@@ -47,9 +47,11 @@ def summarize(
             **{name: getattr(settings, name) for name in settings.__dataclass_fields__},
             "twins": labels,
             "machine": _machine(settings.device),
+            "is_interpreted": settings.is_interpreted,
         },
         "compared": len(set(settings.twins)) > 1,
         "steps": len(records),
+        "steps_with_attention": sum(record.has_attention for record in records),
         "requests": len(replay.requests),
         "requests_finished": replay.requests_finished,
         "lengths": asdict(replay.lengths),
@@ -133,6 +135,11 @@ def describe_result(figures: Mapping[str, Any]) -> str:
             " steps. No twins were compared, because only one implementation ran: --twins"
             " takes several."
         ]
+    if figures["steps_with_attention"] < steps:
+        sentences.append(
+            f"Attention was computed in one step of {settings['attention_every']}: --all computes"
+            " it in each."
+        )
     if settings["ranks"] > 1:
         what = (
             "the same bits" if settings["splits"] else "results within the error budget"
@@ -141,6 +148,14 @@ def describe_result(figures: Mapping[str, Any]) -> str:
             f"One rank and {settings['ranks']} ranks gave {what} in every step."
         )
     return " ".join(sentences)
+
+
+def describe_machine(figures: Mapping[str, Any]) -> str:
+    """Return the device, and what its times are not."""
+    machine: str = figures["settings"]["machine"]
+    if not figures["settings"]["is_interpreted"]:
+        return machine
+    return f"{machine}, kernels interpreted: their times need a GPU"
 
 
 def _agreement(records: Sequence[StepRecord], index: int) -> dict[str, Any]:
@@ -162,7 +177,11 @@ def _seconds(
     """Return total and median of each stage; None if a backend does not have the stage."""
     times: dict[str, dict[str, float | None]] = {}
     for stage in Stage:
-        spent = [record.seconds[index][stage] for record in records]
+        spent = [
+            record.seconds[index][stage]
+            for record in records
+            if record.has_attention or stage is not Stage.ATTENTION
+        ]
         if not spent or (stage is Stage.WRITE and twin.writes_in_attend):
             times[stage.value] = {"total": None, "median": None}
         else:
@@ -173,4 +192,4 @@ def _seconds(
 def _machine(device: str) -> str:
     if device == "cuda":
         return str(torch.cuda.get_device_name())
-    return "CPU, Triton kernels interpreted"
+    return "CPU"

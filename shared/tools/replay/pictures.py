@@ -169,8 +169,9 @@ def draw_occupancy(records: Sequence[StepRecord]) -> str:
 
 
 def draw_agreement(records: Sequence[StepRecord], labels: Sequence[str]) -> str:
-    """Return each step's worst error as a share of the row's error budget."""
+    """Return the worst error of each step with attention, as a share of the row's error budget."""
     least = 1e-4
+    records = [record for record in records if record.has_attention]
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(height=3.0)
         wide_first = len(labels) > 1

@@ -1,7 +1,6 @@
 """The HTML report of a replay: one page without scripts, pictures included, no network needed."""
 
 import base64
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,24 +8,6 @@ from typing import Any
 from ..files import write_text
 from .figures import scaled_lengths
 from .run import StepRecord
-
-
-def check_report_can_be_drawn() -> None:
-    """Raise if a library that draws the report is missing, before anything is computed.
-
-    Raises:
-        ImportError: jinja2 or matplotlib is not installed.
-    """
-    missing = [
-        name
-        for name in ("jinja2", "matplotlib")
-        if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise ImportError(
-            f"a report needs {' and '.join(missing)}: expected after"
-            " pip install 'pagetwin[report]'"
-        )
 
 
 def write_report(

@@ -11,6 +11,7 @@ import torch
 
 from ...contract.operations import Implementation
 from ...contract.specs import KVCacheSpec
+from .memory import GIB, bytes_available
 from .mismatch import StoredStep, TwinMismatch, load_step
 from .model import LayerInputs
 from .named_twins import load_reference, make_twin
@@ -48,6 +49,7 @@ def run_again(
 
     Raises:
         ValueError: a twin cannot be loaded, or the step ran on a GPU and none is available.
+        MemoryError: the caches need more memory than is available.
         NotImplementedError: a twin does not support such a step.
     """
     device, inputs = stored.device, stored.inputs
@@ -56,6 +58,7 @@ def run_again(
             f"step {stored.step} was stored by a replay on cuda and torch sees no GPU here:"
             " expected to run it where it was stored"
         )
+    _check_memory(stored)
     block_size, kv_heads, head_size = stored.blocks.shape[2:]
     spec = KVCacheSpec(block_size, kv_heads, head_size, stored.blocks.dtype)
     twins = [
@@ -86,3 +89,15 @@ def run_again(
     if result.violation is None:
         return None
     return TwinMismatch(result.violation, stored, path)
+
+
+def _check_memory(stored: StoredStep) -> None:
+    """Raise if the caches of the step need more memory than is available."""
+    of_a_block = stored.blocks[:, :1].nbytes
+    needed = of_a_block * stored.num_blocks * (len(stored.twins) + 1)
+    available = bytes_available(stored.device)
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"num_blocks = {stored.num_blocks} of the stored step needs {needed / GIB:,.1f} GiB,"
+            f" expected at most the {available / GIB:,.1f} GiB that are available"
+        )

@@ -15,16 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...bookkeeping.batch.arrivals import schedule_arrivals
-from ...bookkeeping.batch.scheduler import Scheduler
-from ...bookkeeping.cache.block_manager import BlockManager
 from ...contract.budgets import Verdict
 from ...contract.operations import Implementation
 from ...contract.scheduler_classes import SchedulerOutput
 from ...contract.specs import KVCacheSpec
 from ...recorder import Recorder
-from ...validation.scheduler import check_new_request
+from ...reference.batch.arrivals import schedule_arrivals
+from ...reference.batch.scheduler import Scheduler
+from ...reference.cache.block_manager import BlockManager
+from ...validation.scheduler import check_fits
 from .batch import ReplayBatch, keep_rows, make_batch
+from .memory import check_memory
 from .mismatch import StoredStep, TwinMismatch, Violation, save_step
 from .model import LayerInputs, SyntheticModel
 from .named_twins import load_reference, make_twin
@@ -54,6 +55,7 @@ class StepRecord:
         running, waiting: number of requests.
         preempted: numbers of the requests that were preempted.
         used, cached, free: number of blocks in each state.
+        has_attention: whether attention was computed.
         seconds: for each twin its seconds in each stage.
         oracle_seconds: seconds spent on the float64 oracle and the comparisons.
         verdicts: for each twin its worst row.
@@ -74,6 +76,7 @@ class StepRecord:
     used: int
     cached: int
     free: int
+    has_attention: bool
     seconds: list[dict[Stage, float]]
     oracle_seconds: float
     verdicts: list[Verdict]
@@ -96,6 +99,7 @@ class Replay:
     Raises:
         FileNotFoundError, ValueError: the trace cannot be read, a twin cannot be loaded, or a
             request does not fit in the cache.
+        MemoryError: the caches need more memory than is available.
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Replay:
             )
             settings = replace(settings, num_blocks=self._num_blocks(settings, peak))
         assert settings.num_blocks is not None
+        check_memory(settings)
         self.settings = settings
         self.num_blocks = settings.num_blocks
         self.manager = BlockManager(
@@ -136,7 +141,9 @@ class Replay:
             self.manager, settings.token_budget, settings.max_running
         )
         for request in self.requests:
-            check_new_request(request, (), self.num_blocks, settings.block_size)
+            check_fits(
+                request, self.num_blocks, settings.block_size, settings.token_budget
+            )
         self.spec = KVCacheSpec(
             settings.block_size,
             settings.kv_heads,
@@ -160,6 +167,10 @@ class Replay:
         self._recorder = recorder
         if recorder is not None:
             self.twins[-1].record(recorder)
+        is_sampled = recorder is None and not any(
+            twin.writes_in_attend for twin in self.twins
+        )
+        self._attention_every = settings.attention_every if is_sampled else 1
         self.model = SyntheticModel(settings)
         self.rows: list[int] = []
         """Number of the request in each row of the last step."""
@@ -203,6 +214,7 @@ class Replay:
             last = (step, batch, inputs)
             assert not output.blocks_to_copy, "no request is forked here"
             _poison(output.new_block_ids, [expected_caches, *caches])
+            has_attention = (step - 1) % self._attention_every == 0
             result = run_step(
                 self.reference,
                 self.twins,
@@ -211,6 +223,7 @@ class Replay:
                 expected_caches,
                 caches,
                 check_whole_cache=step % self.settings.check_every == 0,
+                has_attention=has_attention,
                 max_scores=self._max_scores,
             )
             if result.violation is not None:
@@ -237,6 +250,7 @@ class Replay:
                 used=used,
                 cached=cached,
                 free=free,
+                has_attention=has_attention,
                 seconds=result.seconds,
                 oracle_seconds=result.oracle_seconds,
                 verdicts=result.verdicts,

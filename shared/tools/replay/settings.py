@@ -2,19 +2,24 @@
 
 Without a GPU the kernels are interpreted, so everything is small. With a GPU the traffic runs at
 its full length. A setting that is not given is taken from DEFAULTS for the device.
+
+Settings are judged before torch is imported, which takes seconds.
 """
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from ...contract.extras import is_missing
+from .trace import read_trace, scale_trace
 
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "float16", "bfloat16")
+NAMED_TWINS = ("reference", "optimized", "triton", "xformers")
+"""Both twins, and the backends that run in a replay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +43,8 @@ class ReplaySettings:
         token_budget: new tokens per step at most.
         max_running: running requests at most.
         check_every: steps from one comparison of the whole caches to the next.
+        attention_every: steps from one that computes attention to the next, from the first. The
+            others build metadata and write caches alone.
         ranks: processes that share the keys of every sequence. Above 1, each implementation runs
             on one rank and on this number of ranks.
         splits: fixed splits of every sequence's keys, a multiple of `ranks`, so that the bits do
@@ -62,6 +69,7 @@ class ReplaySettings:
     token_budget: int
     max_running: int
     check_every: int
+    attention_every: int = 1
     ranks: int = 1
     splits: int = 0
     seed: int = 0
@@ -76,6 +84,7 @@ class ReplaySettings:
             "token_budget",
             "max_running",
             "check_every",
+            "attention_every",
             "ranks",
         ):
             if getattr(self, name) < 1:
@@ -90,7 +99,7 @@ class ReplaySettings:
             raise ValueError(
                 f"dtype = {self.dtype!r}: expected one of {', '.join(DTYPES)}"
             )
-        if self.steps_per_second <= 0:
+        if not self.steps_per_second > 0:
             raise ValueError(
                 f"steps_per_second = {self.steps_per_second}: expected a number above 0"
             )
@@ -108,12 +117,6 @@ class ReplaySettings:
                     f"{name} = {getattr(self, name)} is not a multiple of ranks ="
                     f" {self.ranks}"
                 )
-        gpus = torch.cuda.device_count() if self.device == "cuda" else self.ranks
-        if 1 < self.ranks > gpus:
-            raise ValueError(
-                f"ranks = {self.ranks} with device = 'cuda': torch finds {gpus} GPU(s), expected at"
-                " least one per rank; replay on the CPU with --device cpu, or on fewer ranks"
-            )
         if self.splits < 0 or self.splits % self.ranks:
             raise ValueError(
                 f"splits = {self.splits}: expected 0 or a multiple of ranks = {self.ranks}"
@@ -123,6 +126,11 @@ class ReplaySettings:
                 f"splits = {self.splits} with ranks = 1: expected at least 2 ranks, whose bits"
                 " are compared with those of one rank"
             )
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs kernels of a twin."""
+        return self.device == "cpu" and not {*self.twins}.isdisjoint(NAMED_TWINS[1:])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,9 +147,12 @@ class ReplaySettings:
         )
 
     @property
-    def torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> "torch.dtype":
         """The element type of queries and caches."""
-        return DTYPES[self.dtype]
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
 
 def name_on_ranks(twin: str, ranks: int, splits: int) -> str:
@@ -157,6 +168,9 @@ def name_on_ranks(twin: str, ranks: int, splits: int) -> str:
 
 CACHE_SHARE = 0.6
 """Default size of the cache, as a share of the blocks that the traffic would use at once."""
+
+INTERPRETED_ATTENTION_EVERY = 4
+"""Default of `attention_every` where a kernel is interpreted: attention takes most of the time."""
 
 DEFAULTS = {
     "cpu": ReplaySettings(
@@ -203,17 +217,74 @@ def choose_settings(device: str | None = None, **given: Any) -> ReplaySettings:
     Raises:
         ValueError: the device is unknown, no GPU is available, or a field is out of range.
     """
+    _check_device(device)
+    import torch
+
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in DEFAULTS:
-        raise ValueError(f"device = {device!r}: expected {' or '.join(DEFAULTS)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device = 'cuda': torch sees no GPU here; expected cpu, where the twin's"
             " kernels are interpreted"
         )
-    twins: Sequence[str] | None = given.get("twins")
-    if twins is not None:
-        given["twins"] = tuple(twins)
+    settings = _settings_of(device, given)
+    gpus = torch.cuda.device_count() if device == "cuda" else settings.ranks
+    if 1 < settings.ranks > gpus:
+        raise ValueError(
+            f"ranks = {settings.ranks} with device = 'cuda': torch finds {gpus} GPU(s), expected at"
+            " least one per rank; replay on the CPU with --device cpu, or on fewer ranks"
+        )
+    return settings
+
+
+def check_settings(device: str | None = None, **given: Any) -> None:
+    """Raise what does not depend on this machine, without torch: see `choose_settings`.
+
+    Raises:
+        FileNotFoundError, ValueError: as in `choose_settings`, or the trace cannot be read, or a
+            twin does not exist.
+        ImportError: a twin needs triton, which is not installed.
+    """
+    _check_device(device)
+    reasons = []
+    for each in DEFAULTS if device is None else (device,):
+        try:
+            settings = _settings_of(each, given)
+        except ValueError as reason:
+            reasons.append(reason)
+    if len(reasons) == (len(DEFAULTS) if device is None else 1):
+        raise reasons[0]
+    trace = read_trace(settings.trace, settings.requests)
+    scale_trace(trace, settings.scale, settings.output_scale)
+    for name in settings.twins:
+        if name in NAMED_TWINS[1:] and is_missing("triton"):
+            from ...engine.triton_versions import why_no_triton
+
+            raise ImportError(why_no_triton())
+        if name not in NAMED_TWINS and not _can_be_found(name):
+            raise ValueError(
+                f"twin = {name!r} cannot be loaded (No module named {name!r}): expected"
+                f" {', '.join(NAMED_TWINS)}, or a package with the same operations"
+            )
+
+
+def _can_be_found(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top.isidentifier() and importlib.util.find_spec(top) is not None
+
+
+def _check_device(device: str | None) -> None:
+    if device is not None and device not in DEFAULTS:
+        raise ValueError(f"device = {device!r}: expected {' or '.join(DEFAULTS)}")
+
+
+def _settings_of(device: str, given: dict[str, Any]) -> ReplaySettings:
+    """Return those given, and the device's defaults for the rest."""
     chosen = {name: value for name, value in given.items() if value is not None}
-    return replace(DEFAULTS[device], **chosen)
+    twins: Sequence[str] | None = chosen.get("twins")
+    if twins is not None:
+        chosen["twins"] = tuple(twins)
+    settings = replace(DEFAULTS[device], **chosen)
+    if "attention_every" in chosen or device == "cuda" or not settings.is_interpreted:
+        return settings
+    return replace(settings, attention_every=INTERPRETED_ATTENTION_EVERY)

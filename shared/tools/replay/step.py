@@ -82,6 +82,7 @@ def run_step(
     expected_caches: Sequence[Tensor],
     caches: Sequence[Sequence[Tensor]],
     check_whole_cache: bool,
+    has_attention: bool = True,
     max_scores: int = MAX_SCORES_PER_CHUNK,
 ) -> StepResult:
     """Run a step on every twin and compare the results.
@@ -95,6 +96,7 @@ def run_step(
             in place.
         caches: for each twin the same; modified in place.
         check_whole_cache: whether the slots that the step does not write are compared too.
+        has_attention: whether attention is computed and compared.
         max_scores: score elements that the oracle holds in memory at once.
     """
     nothing = Verdict(0.0, 0, 0.0, 0.0, True)
@@ -115,18 +117,23 @@ def run_step(
             result.layer = layer
             expected_cache = expected_caches[layer]
             _write_by_indexing(layer_inputs, expected_cache, slots)
-            outputs = []
+            outputs: list[Tensor] = []
             for index, twin in enumerate(twins):
                 cache = caches[index][layer]
                 with _timed(result, index, twin, Stage.WRITE):
                     twin.write(layer_inputs, cache, built[index])
+                if not has_attention:
+                    continue
                 with _timed(result, index, twin, Stage.ATTENTION):
                     outputs.append(twin.attend(layer_inputs, cache, built[index]))
             for index in range(len(twins)):
                 cache = caches[index][layer]
-                _compare_written(index, cache, expected_cache, slots, outputs[index])
+                output = outputs[index] if has_attention else None
+                _compare_written(index, cache, expected_cache, slots, output)
                 if check_whole_cache:
-                    _compare_rest(index, cache, expected_cache, outputs[index])
+                    _compare_rest(index, cache, expected_cache, output)
+            if not has_attention:
+                continue
             attention = compute_expected_attention(
                 reference.implementation,
                 batch,
@@ -204,7 +211,11 @@ def _named(step: StepMetadata) -> dict[str, object]:
 
 
 def _compare_written(
-    twin: int, cache: Tensor, expected_cache: Tensor, slots: Tensor, output: Tensor
+    twin: int,
+    cache: Tensor,
+    expected_cache: Tensor,
+    slots: Tensor,
+    output: Tensor | None,
 ) -> None:
     found, expected = written_slots(cache, slots), written_slots(expected_cache, slots)
     where = first_difference(found, expected)

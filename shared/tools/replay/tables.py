@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .figures import scaled_lengths
+from .figures import describe_machine, scaled_lengths
 
 
 def print_figures(figures: Mapping[str, Any], console: Console) -> None:
@@ -69,13 +69,15 @@ def _agreement(figures: Mapping[str, Any]) -> Table:
 def _times(figures: Mapping[str, Any]) -> Table:
     twins = figures["seconds"]["twins"]
     first = next(iter(twins))
-    title = f"Time ({figures['settings']['machine']})"
+    # how long an interpreter takes says nothing of a kernel
+    is_interpreted = figures["settings"]["is_interpreted"]
+    title = f"Time ({describe_machine(figures)})"
     table = Table(title=title, title_justify="left")
     table.add_column("stage", style="bold")
     for label in twins:
         table.add_column(f"{label}\nseconds", justify="right")
         table.add_column("median\nms per step", justify="right")
-        if label != first:
+        if label != first and not is_interpreted:
             # ratio of the medians, because a first step may include the compilation of a kernel
             table.add_column(f"{first}\n/ {label}", justify="right", style="dim")
     for stage in twins[first]:
@@ -86,7 +88,7 @@ def _times(figures: Mapping[str, Any]) -> Table:
                 row += ["in attention", ""]
             else:
                 row += [f"{spent['total']:.3f}", f"{spent['median'] * 1000:.3g}"]
-            if label != first:
+            if label != first and not is_interpreted:
                 both = base["median"] and spent["median"]
                 row.append(f"{base['median'] / spent['median']:.2g}x" if both else "")
         table.add_row(*row)

@@ -2,10 +2,10 @@
 
 from collections.abc import Hashable, Sequence
 
-from ...bookkeeping.batch.arrivals import schedule_arrivals
-from ...bookkeeping.batch.scheduler import Scheduler
-from ...bookkeeping.cache.block_manager import BlockManager
 from ...contract.scheduler_classes import Request, SchedulerOutput
+from ...reference.batch.arrivals import schedule_arrivals
+from ...reference.batch.scheduler import Scheduler
+from ...reference.cache.block_manager import BlockManager
 from .tokens import Tokens
 from .trace import TraceRequest
 

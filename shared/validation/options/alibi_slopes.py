@@ -5,13 +5,18 @@ from torch import Tensor
 
 from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_length, check_same_device
+from ..score_numbers import LARGEST_SLOPE, check_score_numbers
 
 
 def validate(alibi_slopes: Tensor, call: OptionCall) -> None:
-    """Raise if the slopes are not [query_heads] float32 on the device of the queries."""
+    """Raise if the slopes are not [query_heads] float32 on the queries' device, or out of range."""
     check_dtype("alibi_slopes", alibi_slopes, torch.float32)
     check_length("alibi_slopes", alibi_slopes, call.heads, "query heads")
     check_same_device(query=call.query, alibi_slopes=alibi_slopes)
+    if call.contents:
+        check_score_numbers(
+            "alibi_slopes", alibi_slopes, LARGEST_SLOPE, takes_masks=False
+        )
 
 
 def slopes(heads: int, steepest: float = 0.5) -> Tensor:

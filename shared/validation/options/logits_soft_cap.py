@@ -1,17 +1,12 @@
 """Validation and generator of `logits_soft_cap`: bound of the scores."""
 
-import math
-
 from ..option import Drawing, Option, OptionCall
+from ..score_numbers import check_soft_cap
 
 
 def validate(logits_soft_cap: float, call: OptionCall) -> None:
-    """Raise if the cap is not a finite number above 0."""
-    if not (logits_soft_cap > 0 and math.isfinite(logits_soft_cap)):
-        raise ValueError(
-            f"logits_soft_cap = {logits_soft_cap}: expected a number above 0, or None for"
-            " no cap"
-        )
+    """Raise if the cap is not a number above 0 that float32 has."""
+    check_soft_cap(logits_soft_cap)
 
 
 def draw(name: str, drawing: Drawing) -> float:

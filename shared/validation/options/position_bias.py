@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..option import Drawing, Option, OptionCall
 from ..primitives import check_dtype, check_same_device
+from ..score_numbers import LARGEST_SCORE, check_score_numbers
 
 
 def validate(position_bias: Tensor, call: OptionCall) -> None:
@@ -17,6 +18,15 @@ def validate(position_bias: Tensor, call: OptionCall) -> None:
             " an entry for each distance from -reach to reach"
         )
     check_same_device(query=call.query, position_bias=position_bias)
+    if call.contents:
+        # entries of distances that do not occur are never read, and may be NaN
+        check_score_numbers(
+            "position_bias",
+            position_bias,
+            LARGEST_SCORE,
+            takes_masks=True,
+            takes_nan=True,
+        )
 
 
 def bias_table(heads: int, reach: int = 4) -> Tensor:

@@ -1,6 +1,1 @@
-"""Ladder of kernels: what makes a paged attention kernel fast, one change at a time.
-
-Each rung is a complete kernel that changes one thing of the rung below. All are held to the same
-error budgets and timed on the same batches, those that gained nothing too. `rungs.py` lists them,
-`run.py` checks and times them on a GPU, and the pages under docs/ladder show the results.
-"""
+"""The ladder of kernels on a GPU: what checks, compiles and times the rungs of its package."""

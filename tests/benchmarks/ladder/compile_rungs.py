@@ -20,14 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from compile_kernels import compile_launch, pretend
-
-from benchmarks.ladder.batches import random_batch
-from benchmarks.ladder.rungs import RUNGS
+from pagetwin.examples.ladder.batches import random_batch
+from pagetwin.examples.ladder.rungs import RUNGS
+from support.compile_kernels import compile_launch, pretend
 
 
 def main(chip: int) -> None:
-    """Compile the kernels of all rungs but what ships, which tests/compile_kernels.py does."""
+    """Compile the kernels of all rungs; compile_kernels.py compiles what ships."""
     launches: list[Any] = []
     pretend(chip, launches)
     heads = (32, 8, 128)

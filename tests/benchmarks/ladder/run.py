@@ -1,6 +1,6 @@
 """Check and time every rung of the ladder on a GPU.
 
-    PYTHONPATH=.typing python tests/benchmarks/ladder/run.py [--json FILE] [--limit SECONDS]
+    PYTHONPATH=.typing python tests/benchmarks/ladder/run.py --json FILE [--limit SECONDS]
 
 Run it from the root of a checkout, on a machine with a CUDA device. First all kernels are
 compiled, in several processes. For each workload, some tokens of every rung are compared with
@@ -8,8 +8,9 @@ float64, within the budgets of pagetwin.contract.budgets. Correct rungs are capt
 graphs. The graphs are replayed in turn, in an order that is drawn again each time, each after 256
 MiB were written to flush the L2 cache. The figure is the median of 30 runs.
 
-The record is written after each workload, and names what the time limit left out. `--smoke` runs
-tiny batches, also without a GPU, in Triton's interpreter; their times have no meaning.
+The record is written after each workload, and names what the time limit left out. `python
+docs/hooks/page_data.py ladder FILE` keeps what the pages show of it. `--smoke` runs tiny batches,
+also without a GPU, in Triton's interpreter; their times have no meaning.
 """
 
 import argparse
@@ -35,16 +36,22 @@ if not torch.cuda.is_available():
 
 import numpy as np
 import triton
-from pagetwin.optimized.launch import dispatch
+from pagetwin.examples.ladder.batches import (
+    LadderBatch,
+    LadderTruth,
+    random_batch,
+    truth,
+)
+from pagetwin.examples.ladder.rungs import Rung
+from pagetwin.optimized.dispatch import families
 from triton.runtime.jit import JITFunction
 
-from benchmarks.ladder.batches import LadderBatch, LadderTruth, random_batch, truth
-from benchmarks.ladder.rungs import RUNGS, Rung
+from benchmarks.ladder import portable
+from benchmarks.ladder.portable import PORTABLE_FAMILIES, RUNGS
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
 HEADS = (32, 8, 128)
-RECORD = ROOT / "tests" / "records" / "ladder.json"
 FLUSH_BYTES = 256 << 20
 REPEATS = 30
 FEWEST_REPEATS = 5
@@ -85,11 +92,11 @@ def rungs_of(kind: str) -> list[tuple[int, Rung]]:
 
     Where no kernel is for one chip only, what other chips get is what ships, and is left out.
     """
-    one_for_all = not dispatch.KERNEL_FAMILIES
+    one_for_all = families.FAMILIES == PORTABLE_FAMILIES
     return [
         (place, rung)
         for place, rung in enumerate(RUNGS)
-        if rung.kind == kind and not (one_for_all and "portable" in rung.settings)
+        if rung.kind == kind and not (one_for_all and rung.file == portable.__name__)
     ]
 
 
@@ -142,7 +149,7 @@ def compile_only(places: list[int]) -> None:
         lens: list[Lens] = [((1,) * 3, (99, 20, 40))]
         if rung.kind == "prefill":
             lens = [((99, 20, 40), (99, 20, 40))]
-        if rung.file == "shipped":
+        if rung.file in ("shipped", portable.__name__):
             # it chooses by the batch what it compiles
             lens = [own for kind, own in workloads().values() if kind == rung.kind]
         for each in lens:
@@ -197,7 +204,7 @@ def ready(
             raise ArithmeticError(f"{turn}: {verdict}")
         worst = max(worst, verdict.worst)
         if turn == "first launch":
-            # what is left behind for the next step must be right too
+            # what is left for the next step must be right too
             replay = captured(launch) if on_gpu else launch
             out.fill_(float("nan"))
             replay()
@@ -365,7 +372,7 @@ def shown(record: Record) -> str:
 def main() -> int:
     """Run the ladder; return 1 if a rung failed or was left out."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, default=None, help=f"default: {RECORD}")
+    parser.add_argument("--json", type=Path, help="where the record goes")
     parser.add_argument("--limit", type=float, default=150, help="seconds, all told")
     parser.add_argument("--commit", default=None, help="what is measured")
     parser.add_argument("--smoke", action="store_true", help="tiny batches, no figures")
@@ -377,12 +384,12 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not asked.smoke:
         parser.error(
-            "there is no CUDA device: with --smoke the rungs are tried without"
+            "no CUDA device was found: with --smoke the rungs are tried without"
         )
-    if asked.smoke and asked.json is None:
-        parser.error("--smoke times nothing: say with --json where its record may lie")
+    if asked.json is None:
+        parser.error("--json: expected the path of the record")
     begin = time.monotonic()
-    place = asked.json or RECORD
+    place = asked.json
     record = new_record(device, asked.commit or current_commit())
 
     def written() -> None:

@@ -5,12 +5,10 @@ from typing import Any
 
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.kinds import cache_dtype_of
 from torch import Tensor
 
-from golden.cases import SKIP, adapter
-
-PIECE = 256
-"""Elements of a head at most, so that the kernels take any number of slots."""
+from golden.cases import adapter
 
 
 def starts_of(lens: list[int]) -> Tensor:
@@ -47,9 +45,37 @@ def unified_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@adapter("v033_unified_attention_fp8_per_tensor", on_device=True)
+def quantized_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    starts, seq_lens = inputs["cu_seqlens_q"], inputs["seq_lens"]
+    dtype = cache_dtype_of(inputs["kv_cache_dtype"], inputs["query"].dtype)
+    return {
+        "out": twin.paged_attention(
+            inputs["query"],
+            inputs["key_cache"].view(dtype),
+            inputs["value_cache"].view(dtype),
+            inputs["block_table"],
+            starts,
+            seq_lens,
+            int(starts.diff().max()),
+            int(seq_lens.max()),
+            scale=inputs["softmax_scale"],
+            options=AttentionOptions(
+                causal=inputs["causal"],
+                sliding_window=inputs["sliding_window"],
+                logits_soft_cap=inputs["softcap"] or None,
+                alibi_slopes=per_head(inputs.get("alibi_slopes")),
+                sinks=per_head(inputs.get("sinks")),
+                k_scale=inputs["k_scale"],
+                v_scale=inputs["v_scale"],
+            ),
+        )
+    }
+
+
 @adapter("context_attention_fwd_v0_paged", on_device=True)
 def context_attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The cached context in V0's layout, then the new tokens behind it."""
+    """The cached context in V0's layout, then the new tokens after it."""
     if inputs["kv_cache_dtype"] != "auto":
         raise NotImplementedError(f"kv_cache_dtype = {inputs['kv_cache_dtype']!r}")
     key_cache, value_cache = inputs["k_cache"], inputs["v_cache"]
@@ -184,7 +210,7 @@ def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     seq_lens = torch.tensor(inputs["seq_lens"], dtype=torch.int32)
     query = inputs["q"]
     if twin.name == "optimized":
-        from pagetwin.optimized.launch.xformers_split_k import (
+        from pagetwin.optimized.backends.xformers_split_k import (
             build_decode_bias,
             split_k_attention,
         )
@@ -208,47 +234,4 @@ def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             int(seq_lens.max()),
             scale=inputs["scale"],
         )
-    }
-
-
-@adapter("paged_block_diagonal_causal_mask", on_device=True)
-def paged_mask(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """xFormers' mask against what our attention sees.
-
-    The values are one-hot in their physical slot, so a row of the output is the row of weights.
-    """
-    query_lens, seq_lens = inputs["q_seqlen"], inputs["kv_seqlen"]
-    table, page = inputs["block_tables"].to(torch.int32), inputs["page_size"]
-    blocks = int(table.max()) + 1 if table.numel() else 0
-    slots = blocks * page
-    tokens = sum(query_lens)
-    seen: list[list[int]] = [[] for _ in range(tokens)]
-    eye = torch.eye(slots).view(blocks, page, 1, slots)
-    for first in range(0, slots if tokens else 0, PIECE):
-        values = eye[..., first : first + PIECE].contiguous()
-        out = twin.paged_attention(
-            torch.zeros(tokens, 1, values.shape[-1]),
-            torch.zeros_like(values),
-            values,
-            table,
-            starts_of(query_lens),
-            torch.tensor(seq_lens, dtype=torch.int32),
-            max(query_lens),
-            max(seq_lens),
-        )
-        for row, weights in zip(seen, out, strict=True):
-            found = weights.flatten().nonzero().flatten().tolist()
-            row += [first + place for place in found]
-    width = table.shape[1] * page
-    return {
-        "class": SKIP,
-        "q_seqstart": starts_of(query_lens),
-        "k_seqlen": seq_lens,
-        "k_padding": width,
-        "k_seqstart": [width * req for req in range(len(seq_lens) + 1)],
-        "page_size": page,
-        "block_tables": inputs["block_tables"],
-        "materialized_shape": [tokens, slots],
-        "only_zero_or_minus_inf": True,
-        "visible_physical_keys": seen,
     }

@@ -8,7 +8,7 @@ from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
 
 from golden.adapters.attention import NO_FLOAT32, starts_of
-from golden.cases import SKIP, adapter
+from golden.cases import SKIP, adapter, attempt
 
 XFORMERS_MASK = "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask"
 SHARED_FIELDS = (
@@ -105,11 +105,14 @@ def static(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if not hasattr(backend, method):
         raise NotImplementedError(f"{method}: expected a method of both backends")
     member = getattr(backend, method)
-    # vLLM's `accept_output_buffer` is recorded like a method
+    # an attribute is recorded like a method
     result = member(*inputs["args"]) if callable(member) else member
     if method == "get_supported_dtypes":
         result = [str(dtype).removeprefix("torch.") for dtype in result]
-    return {"result": result.__name__ if isinstance(result, type) else result}
+    if method == "full_cls_name":
+        return {"qualname": result[1]}  # the module is vLLM's
+    name = "result" if callable(member) else "value"
+    return {name: result.__name__ if isinstance(result, type) else result}
 
 
 @adapter("xformers_impl_init")
@@ -164,7 +167,10 @@ def impl_forward(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {
         "output": result,
         "returns_output_object": result is output,
-        "written_slots_equal_new_kv": torch.equal(flat[0, slots], inputs["key"][kept])
+        # a profiling run writes nothing
+        "written_slots_equal_new_kv": None
+        if metadata is None
+        else torch.equal(flat[0, slots], inputs["key"][kept])
         and torch.equal(flat[1, slots], inputs["value"][kept]),
         "num_written_slots": len(slots),
         "cache_elsewhere_unchanged": torch.equal(flat[:, elsewhere], old[:, elsewhere]),
@@ -227,6 +233,6 @@ def metadata_properties(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         seq_lens_cpu=given["seq_lens"],
     )
     return {
-        "prefill_metadata": describe_part(metadata.prefill_metadata),
-        "decode_metadata": describe_part(metadata.decode_metadata),
+        name: attempt(lambda name=name: describe_part(getattr(metadata, name)))
+        for name in ("prefill_metadata", "decode_metadata")
     }

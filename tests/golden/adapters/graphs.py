@@ -1,26 +1,15 @@
 """CUDA graphs: the state of captured steps, who can be captured, and the builders' base."""
 
-import importlib
-import pkgutil
-from dataclasses import MISSING, fields, is_dataclass
-from enum import Enum
 from typing import Any
 
-import pagetwin.contract
 import pagetwin.contract.graph_classes as graphs
-import pagetwin.engine
 import pagetwin.engine.backend_interface as interface
 import torch
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
 
-from golden.cases import SKIP, adapter
-
-SHARED = [
-    importlib.import_module(f"{package.__name__}.{module.name}")
-    for package in (pagetwin.contract, pagetwin.engine)
-    for module in pkgutil.iter_modules(package.__path__)
-]
+from golden.adapters.names import described_class
+from golden.cases import SKIP, adapter, attempt, is_error
 
 
 def state_of(twin: Any, inputs: dict[str, Any]) -> Any:
@@ -31,15 +20,6 @@ def state_of(twin: Any, inputs: dict[str, Any]) -> Any:
         "cpu",
         inputs["is_encoder_decoder_model"],
     )
-
-
-def is_refused(call: Any, *arguments: Any) -> dict[str, str] | None:
-    """Return vLLM's assertion if a call raises any error that has a name."""
-    try:
-        call(*arguments)
-    except (RuntimeError, ValueError):
-        return {"raises": "AssertionError", "message": ""}
-    return None
 
 
 def whole_buffers(state: Any, max_batch_size: int) -> Any:
@@ -72,7 +52,7 @@ def graph_capture(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "capturing_before": state.is_graph_capturing,
         "begin_forward_returns": SKIP,  # a hook that does nothing
-        "graph_clone_outside": is_refused(state.graph_clone, inputs["batch_size"]),
+        "graph_clone_outside": attempt(state.graph_clone, inputs["batch_size"]),
     }
     runner_table = inputs["runner"]["graph_block_tables"]
     with state.graph_capture(inputs["max_batch_size"]):
@@ -109,12 +89,13 @@ def graph_capture(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 def get_metadata_for_batch(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     state = state_of(twin, inputs)
     get = state.graph_capture_get_metadata_for_batch
-    outside = is_refused(get, inputs["batch_size"])
+    outside = attempt(get, inputs["batch_size"])
     with state.graph_capture(inputs["max_batch_size"]):
         whole = whole_buffers(state, inputs["max_batch_size"])
         fill_table(whole.block_tables, inputs)
-        found = get(inputs["batch_size"])
-    return {"outside_capture": outside, "result": found.asdict_zerocopy()}
+        found = attempt(get, inputs["batch_size"])
+    result = found if is_error(found) else found.asdict_zerocopy()
+    return {"outside_capture": outside, "result": result}
 
 
 @adapter("common_attention_state_get_graph_input_buffers")
@@ -142,16 +123,9 @@ def prepare_graph_input_buffers(twin: Any, inputs: dict[str, Any]) -> dict[str, 
     if inputs["is_encoder_decoder_model"]:
         # slots have 64 bits here
         buffers["cross_slot_mapping"] = buffers["cross_slot_mapping"].long()
-    numbers = inputs["attn_metadata"]
-    lens = numbers.get("seq_lens_tensor")
-    batch = SequenceAttentionMetadata(
-        num_prefills=0,
-        num_prefill_tokens=0,
-        multi_modal_placeholder_index_maps=None,
-        enable_kv_scales_calculation=True,
-        max_decode_seq_len=0 if lens is None else int(lens.max()),
-        **numbers,
-    )
+    lens = inputs["attn_metadata"].get("seq_lens_tensor")
+    usual = {"max_decode_seq_len": 0 if lens is None else int(lens.max())}
+    batch = SequenceAttentionMetadata(**(usual | inputs["attn_metadata"]))
     returned = state.prepare_graph_input_buffers(
         graphs.GraphInputBuffers(**buffers), batch
     )
@@ -182,6 +156,19 @@ def attn_cg_support(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+CASCADE_ARGUMENTS = {
+    "query_lens": [1],
+    "num_query_heads": 8,
+    "num_kv_heads": 8,
+    "use_alibi": False,
+    "use_sliding_window": False,
+    "use_local_attention": False,
+    "num_sms": 132,
+    "dcp_world_size": 1,
+}
+"""What was passed beside a common prefix that is recorded alone."""
+
+
 class RecordingBuilder(interface.AttentionMetadataBuilder):
     """A builder that notes how it was called."""
 
@@ -202,6 +189,14 @@ def recording_builder() -> RecordingBuilder:
 @adapter("attention_metadata_builder_defaults")
 def builder_defaults(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     builder = recording_builder()
+    given = inputs["kwargs"]
+    if inputs["method"] == "abstract":
+        base = interface.AttentionMetadataBuilder
+        made: Any = attempt(base, builder.kv_cache_spec, ["l0"], "cpu")  # type: ignore[abstract]
+        return {
+            "abstract_methods": described_class(base)["abstract_methods"],
+            "instantiate": made["raises"] if is_error(made) else None,
+        }
     if inputs["method"] == "__init__":
         spec_kept = isinstance(builder.kv_cache_spec, KVCacheSpec)
         device_kept = builder.device == torch.device("cpu")
@@ -215,9 +210,10 @@ def builder_defaults(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         }
     method = getattr(builder, inputs["method"])
     if inputs["method"].startswith("build"):
-        result = method(common_attn_metadata="COMMON", **inputs["kwargs"])
-    else:
-        result = method(**inputs["kwargs"])
+        given = {"common_attn_metadata": "COMMON", **given}
+    elif given.keys() == {"common_prefix_len"}:
+        given = {**given, **CASCADE_ARGUMENTS}
+    result = method(**given)
     return {"result": result, "build_calls": builder.calls}
 
 
@@ -235,64 +231,3 @@ def reorder_batch_threshold(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]
         "reorder_batch_threshold": builder.reorder_batch_threshold,
         "class_attribute": RecordingBuilder.reorder_batch_threshold,
     }
-
-
-def described(name: str) -> dict[str, Any]:
-    """Return a shared name in the ways that constants were recorded in."""
-    owner = next((each for each in SHARED if hasattr(each, name)), None)
-    if owner is None:
-        return {"present": False}
-    value = getattr(owner, name)
-    found: dict[str, Any] = {"present": True}
-    if isinstance(value, type) and issubclass(value, Enum):
-        found["members"] = {each.name: each.value for each in value}
-    elif isinstance(value, type) and is_dataclass(value):
-        found["fields"] = [
-            [
-                each.name,
-                "required" if each.default is MISSING else each.default,
-                each.compare,
-            ]
-            for each in fields(value)
-        ]
-    else:
-        found["value"] = value
-    return found
-
-
-FIELDS_OF_0_11 = (
-    "query_start_loc",
-    "query_start_loc_cpu",
-    "seq_lens",
-    "seq_lens_cpu",
-    "num_computed_tokens_cpu",
-    "num_reqs",
-    "num_actual_tokens",
-    "max_query_len",
-    "max_seq_len",
-    "block_table_tensor",
-    "slot_mapping",
-    "causal",
-    "logits_indices_padded",
-    "num_logits_indices",
-    "encoder_seq_lens",
-    "dcp_local_seq_lens",
-)
-"""vLLM's order; ours are given by name only, and newer versions' fields stand among them."""
-
-
-@adapter("v1_utils_constants")
-def v1_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    found = described(inputs["name"])
-    if inputs["name"] == "CommonAttentionMetadata":
-        by_name = {each[0]: each for each in found["fields"]}
-        found["fields"] = [by_name[name] for name in FIELDS_OF_0_11]
-    return found
-
-
-@adapter("v033_constants")
-def v033_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    found = described(inputs["name"])
-    if "fields" in found:
-        found["fields"] = [each[:2] for each in found["fields"]]
-    return found

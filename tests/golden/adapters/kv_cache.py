@@ -29,7 +29,7 @@ from pagetwin.engine.capabilities import Capabilities, MultipleOf
 from pagetwin.engine.layer import Attention
 from pagetwin.engine.selector import load_backend
 
-from golden.cases import DTYPES, SKIP, adapter
+from golden.cases import DTYPES, SKIP, adapter, attempt
 
 REFERENCE = load_backend("REFERENCE")
 
@@ -156,7 +156,7 @@ def init(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "runner_kv_caches_layers": [name_of[id(each)] for each in caches.values()],
         # a layer's cache is one tensor here, and a list of one in vLLM
         "forward_context": {
-            name: [] if layer.kv_cache is None else [name_of[id(layer.kv_cache)]]
+            name: "UNSET" if layer.kv_cache is None else [name_of[id(layer.kv_cache)]]
             for name, layer in layers.items()
         },
     }
@@ -298,12 +298,15 @@ def layout(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @adapter("real_backend_kv_layouts")
 def real_backends(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    layout = layout_from_name(inputs["kv_cache_layout"])
+    def stride_order() -> tuple[int, ...]:
+        layout = layout_from_name(inputs["kv_cache_layout"])
+        return REFERENCE.get_kv_cache_stride_order(layout)
+
     sizes = ("num_blocks", "block_size", "num_kv_heads", "head_size")
     return {
         "name": SKIP,  # vLLM's backends
         "shape": twin.get_kv_cache_shape(**{each: inputs[each] for each in sizes}),
-        "stride_order": REFERENCE.get_kv_cache_stride_order(layout),
+        "stride_order": attempt(stride_order),
     }
 
 
@@ -349,7 +352,7 @@ def layout_of_033(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     try:
         flashinfer: Any = get_flashinfer_layout_string(layout)
     except ValueError:
-        flashinfer = SKIP  # vLLM refuses it too, in its own words
+        flashinfer = SKIP  # vLLM rejects it too, in its own words
     return {
         **{field: getattr(layout, field) for field in fields},
         "flashinfer": flashinfer,

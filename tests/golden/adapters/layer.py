@@ -1,12 +1,10 @@
 """The attention layer, the choice of a backend, and the package's names."""
 
-import importlib
 import os
 from typing import Any
 from unittest import mock
 
 import torch
-from pagetwin.contract.kinds import AttentionType
 from pagetwin.contract.specs import CacheConfig, KVCacheSpec
 from pagetwin.engine.layer import Attention
 from pagetwin.engine.placeholder_backend import PlaceholderAttentionBackend
@@ -102,12 +100,15 @@ def layer_of(
         config = CacheConfig(**{k: v for k, v in config.items() if k in CONFIG_FIELDS})
     named = {k: given[k] for k in LAYER_FIELDS if k in given}
     known = {*LAYER_FIELDS, "cache_config", "existing_prefixes", "extra_impl_args"}
+    known.add("backend_name")
     extra = dict(inputs.get("extra_impl_args") or {})
     for name in inputs.keys() - known:
         # arguments of the implementation are recorded by name, or together
         value = inputs[name]
         extra |= value if isinstance(value, dict) else {name: value}
     backend = changed.get("attn_backend", FakeBackend)
+    if "backend_name" in inputs:
+        backend = type("FakeBackend", (backend,), {"name": inputs["backend_name"]})
     if "attn_backend" in changed:
         extra = {}
     return Attention(
@@ -166,6 +167,23 @@ def layer_init(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+class StandIn(str):
+    """Recorded metadata, a word, with the number of tokens of the step."""
+
+    num_actual_tokens = 0
+
+
+def replaced(recorded: Any, tokens: int) -> Any:
+    """Return recorded metadata, one or by layer name; what is not a word stays as it is."""
+    if isinstance(recorded, dict):
+        return {name: replaced(value, tokens) for name, value in recorded.items()}
+    if not isinstance(recorded, str):
+        return recorded
+    made = StandIn(recorded)
+    made.num_actual_tokens = tokens
+    return made
+
+
 @adapter("attention_layer_forward")
 def layer_forward(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     backend = FakeBackend if inputs["accept_output_buffer"] else WithoutBuffer
@@ -178,7 +196,8 @@ def layer_forward(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     key = None if key_shape is None else torch.zeros(key_shape)
     value = None if value_shape is None else torch.zeros(value_shape)
     output_shape = inputs["output_shape"]
-    output = made(query, key, value, inputs["attn_metadata"], output_shape)
+    metadata = replaced(inputs["attn_metadata"], len(query))
+    output = made(query, key, value, metadata, output_shape)
     return {
         "received": made.impl.received,
         "output_shape": list(output.shape),
@@ -232,6 +251,11 @@ VLLM_BACKENDS = (
 )
 
 
+PLACEHOLDER = PlaceholderAttentionBackend.__name__
+DEFAULTS = {"use_mla": False, "has_sink": False}
+"""Arguments of vLLM's selector that a call may leave out, as they reach the platform."""
+
+
 @adapter("get_attn_backend")
 def selector(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Our selection by caller and environment, over vLLM's names; the platform is recorded.
@@ -252,53 +276,19 @@ def selector(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
                 elif op["op"] == "env":
                     os.environ.pop(ATTENTION_BACKEND_VARIABLE, None)
                 elif op["op"] == "call":
-                    result = PlaceholderAttentionBackend.__name__
-                    free = op["is_attention_free"]
-                    if free:
+                    path = inputs.get("platform_returns", "")
+                    result = path.rpartition(".")[2] or PLACEHOLDER
+                    if op.get("is_attention_free", False):
                         found = get_attn_backend(
                             forced, spec, "cpu", is_attention_free=True
                         )
                         result = found.__name__
                     else:
-                        asked = {k: v for k, v in op.items() if k != "op"}
-                        del asked["is_attention_free"]
+                        names = op.keys() - {"op", "is_attention_free"}
+                        asked = {**DEFAULTS, **{name: op[name] for name in names}}
                         chosen = choose_backend_name(forced, known=VLLM_BACKENDS)
                         calls.append({"selected": chosen, **asked})
             except ValueError:
                 result = {"raises": "ValueError", "message": SKIP}  # in other words
             results.append(result)
     return {"results": results, "platform_calls": calls}
-
-
-OURS = {
-    "Attention": "engine.layer.Attention",
-    "AttentionBackend": "engine.backend_interface.AttentionBackend",
-    "AttentionMetadata": "contract.metadata_classes.PagedAttentionMetadata",
-    "AttentionType": "contract.kinds.AttentionType",
-    "AttentionMetadataBuilder": "engine.backend_interface.AttentionMetadataBuilder",
-    "get_attn_backend": "engine.selector.get_attn_backend",
-}
-
-
-@adapter("attention_package_constants")
-def package_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    name = inputs["name"]
-    if name == "__all__":
-        for place in OURS.values():
-            module, _, attribute = place.rpartition(".")
-            loaded = importlib.import_module(f"pagetwin.{module}")
-            assert callable(getattr(loaded, attribute))
-        # an operation of both twins, not a shared class
-        assert twin.CommonAttentionState
-        names = [*OURS, "AttentionState"]
-        names.sort(key=lambda each: each == "get_attn_backend")
-        return {"value": names}
-    if name == "AttentionType":
-        return {"value": {each.name: each.value for each in AttentionType}}
-    owner, _, attribute = name.partition(".")
-    module, _, cls_name = OURS.get(owner, "").rpartition(".")
-    if not module:
-        return {"value": None}
-    cls = getattr(importlib.import_module(f"pagetwin.{module}"), cls_name)
-    value = getattr(cls, attribute or "__abstractmethods__", ())
-    return {"value": sorted(value) if isinstance(value, frozenset) else value}

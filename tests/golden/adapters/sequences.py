@@ -4,7 +4,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from pagetwin.contract.kinds import PAD_SLOT_ID
 from pagetwin.contract.sequence_classes import (
     AttentionMetadata,
     MultiModalPlaceholderMap,
@@ -256,13 +255,6 @@ def asdict_zerocopy(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             each is inputs["fields"][name] for name, each in values.items()
         ),
     }
-
-
-@adapter("attention_backends_utils_constants")
-def constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    # the others are a type variable, a logger, the length from which vLLM computes slots with
-    # numpy, and a sentence about one platform
-    return {"value": {"PAD_SLOT_ID": PAD_SLOT_ID}.get(inputs["name"])}
 
 
 # ---- encoders

@@ -12,7 +12,7 @@ from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.multimodal_features import MultiModalFeature
 from pagetwin.engine.backend_interface import AttentionBackend, AttentionMetadataBuilder
 
-from golden.cases import SKIP, adapter
+from golden.cases import SKIP, adapter, attempt
 
 
 def common_metadata(recorded: dict[str, Any]) -> CommonAttentionMetadata:
@@ -102,7 +102,7 @@ def attention_metadata(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     base = recorded_dataclass(inputs["metadata_name"], inputs["base_fields"])
     fields = [(name, object, default) for name, _, default in inputs["fields"]]
     made = twin.subclass_attention_metadata(inputs["name_prefix"], base, fields)
-    instance = made(**inputs["construct"])
+    instance = attempt(lambda: dataclasses.asdict(made(**inputs["construct"])))
     required = dataclasses.MISSING
     return {
         "class_name": made.__name__,
@@ -111,7 +111,7 @@ def attention_metadata(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             [each.name, "required" if each.default is required else each.default]
             for each in dataclasses.fields(made)
         ],
-        "instance": dataclasses.asdict(instance),
+        "instance": instance,
     }
 
 
@@ -160,9 +160,11 @@ def fast_prefill_backend(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def counting(shape: list[int]) -> torch.Tensor:
-    """Return a tensor whose elements are their own flat index."""
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+def counting(inputs: dict[str, Any], shape: list[int]) -> torch.Tensor:
+    """Return a tensor whose elements are their own flat index, or a strided view of it."""
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    view = whole.permute(inputs["permute"]) if inputs.get("permute") else whole
+    return view[:: inputs.get("token_step") or 1]
 
 
 def values(view: torch.Tensor) -> Any:
@@ -172,7 +174,7 @@ def values(view: torch.Tensor) -> Any:
 
 @adapter("reshape_query_for_spec_decode")
 def spec_decode_query(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    query = counting(inputs["query_shape"])
+    query = counting(inputs, inputs["query_shape"])
     reshaped = twin.reshape_query_for_spec_decode(query, inputs["batch_size"])
     return {
         "shape": list(reshaped.shape),
@@ -184,7 +186,7 @@ def spec_decode_query(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 @adapter("reshape_attn_output_for_spec_decode")
 def spec_decode_output(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    output = counting(inputs["attn_output_shape"])
+    output = counting(inputs, inputs["attn_output_shape"])
     reshaped = twin.reshape_attn_output_for_spec_decode(output)
     return {
         "shape": list(reshaped.shape),
@@ -298,6 +300,7 @@ def block_table(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 @adapter("v033_mamba_get_block_table_tensor")
+@adapter("v033_mamba_get_block_table_tensor_more")
 def mamba_block_table(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     picked = twin.mamba_get_block_table_tensor(**inputs)
     return {"result": picked, "same_object": picked is inputs["block_table"]}

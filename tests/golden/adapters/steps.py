@@ -248,7 +248,7 @@ def every_layer(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         return host if device is None else torch.tensor(device).int(), host
 
     groups = inputs["kv_cache_groups"]
-    num_builders = len(inputs.get("builders", groups))
+    num_builders = inputs.get("num_builders", len(inputs.get("builders", groups)))
     starts_device, starts_host = halves(inputs["query_start_loc"])
     lens_device, lens_host = halves(inputs["seq_lens"])
     metadata = twin.build_attn_metadata(

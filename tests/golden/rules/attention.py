@@ -94,7 +94,7 @@ def a_context_is_not_in_its_row(inputs: dict[str, Any]) -> bool:
 
 @deviation(CONTEXT, fields=["raises"], right="both options in one call")
 def slopes_are_beside_sinks(inputs: dict[str, Any]) -> bool:
-    """vLLM asserts that there are no sinks beside slopes."""
+    """vLLM asserts that slopes come without sinks."""
     is_plain = inputs["kv_cache_dtype"] == "auto"
     return is_plain and has_slopes_and_sinks(inputs) and are_cached(inputs)
 

@@ -65,10 +65,15 @@ def an_exception_ends_the_capture(inputs: dict[str, Any]) -> bool:
 # ---- captured metadata
 
 
-@deviation(GET, BUFFERS, fields=["raises"], right="no backend is rejected by its name")
 def an_encoder_needs_a_known_backend(inputs: dict[str, Any]) -> bool:
     """vLLM rejects all backends but three by name."""
     return fits_the_buffers(inputs) and not is_captured_by_vllm(inputs)
+
+
+for _file, _field in ((GET, "result.raises"), (BUFFERS, "raises")):
+    deviation(_file, fields=[_field], right="no backend is rejected by its name")(
+        an_encoder_needs_a_known_backend
+    )
 
 
 @deviation(BUFFERS, fields=["raises"], right="rejected")
@@ -77,7 +82,7 @@ def a_batch_is_larger_than_the_buffers(inputs: dict[str, Any]) -> bool:
     return inputs["batch_size"] > 0 and a_batch_is_not_in_the_buffers(inputs)
 
 
-@deviation(GET, fields=["raises"], right="rejected")
+@deviation(GET, fields=["result.raises"], right="rejected")
 def a_batch_is_not_in_the_buffers(inputs: dict[str, Any]) -> bool:
     """vLLM returns tensors that are shorter than the batch, and captures no request."""
     return is_captured_by_vllm(inputs) and not fits_the_buffers(inputs)
@@ -125,33 +130,49 @@ COPIED = ("seq_lens_tensor", "block_tables")
 COPIED_WITH_ENCODER = (*COPIED, "encoder_seq_lens_tensor", "cross_block_tables")
 
 
-def sizes(inputs: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the sizes of every copied tensor: of the batch, and of the buffer."""
+def copied(inputs: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """Return what is copied from the batch, and the buffer that it is copied to.
+
+    vLLM leaves the rows of prefills out of a tensor, but not out of those of the encoder.
+    """
     has_encoder = inputs["is_encoder_decoder_model"]
     names = COPIED_WITH_ENCODER if has_encoder else COPIED
     batch, buffers = inputs["attn_metadata"], inputs["input_buffers"]
+    given = {name: batch.get(name) for name in names}
+    for name in COPIED:
+        if given[name] is not None:
+            given[name] = given[name][batch.get("num_prefills", 0) :]
+    return [(given[name], buffers[name]) for name in names]
+
+
+def sizes(inputs: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the sizes of every copied tensor: of the batch, and of the buffer."""
     return [
         pair
-        for name in names
-        if batch.get(name) is not None
-        for pair in zip(batch[name].shape, buffers[name].shape, strict=True)
+        for batch, buffer in copied(inputs)
+        for pair in zip(batch.shape, buffer.shape, strict=True)
     ]
 
 
 def has_decodes(inputs: dict[str, Any]) -> bool:
-    return bool(inputs["attn_metadata"]["num_decode_tokens"])
+    """Return whether there is something to copy, which both sides need."""
+    has_tokens = bool(inputs["attn_metadata"]["num_decode_tokens"])
+    return has_tokens and all(batch is not None for batch, _ in copied(inputs))
 
 
 def is_taken_here(inputs: dict[str, Any]) -> bool:
-    """Return whether every tensor fits its buffer and the graph, and no token is the encoder's."""
-    lens = inputs["attn_metadata"].get("seq_lens_tensor")
-    if lens is not None and (lens > inputs["runner"]["max_seq_len_to_capture"]).any():
+    """Return whether there are only decodes, every tensor fits its buffer and the graph, and no
+    token is the encoder's."""
+    batch = inputs["attn_metadata"]
+    if not has_decodes(inputs) or batch.get("num_prefills", 0):
         return False
-    slots = inputs["attn_metadata"].get("cross_slot_mapping")
-    has_tokens = slots is not None and slots.numel() > 0
+    longest = inputs["runner"]["max_seq_len_to_capture"]
+    if (batch["seq_lens_tensor"] > longest).any():
+        return False
+    slots = batch.get("cross_slot_mapping")
+    has_tokens = slots is None or slots.numel() > 0
     fits = all(there <= room for there, room in sizes(inputs))
-    is_free = not (inputs["is_encoder_decoder_model"] and has_tokens)
-    return fits and has_decodes(inputs) and is_free
+    return fits and not (inputs["is_encoder_decoder_model"] and has_tokens)
 
 
 def is_copied_by_vllm(inputs: dict[str, Any]) -> bool:
@@ -159,10 +180,11 @@ def is_copied_by_vllm(inputs: dict[str, Any]) -> bool:
     is_known = inputs["attn_backend_name"] in ("XFORMERS", "FLASH_ATTN")
     if inputs["is_encoder_decoder_model"]:
         slots = inputs["attn_metadata"].get("cross_slot_mapping")
-        if not is_known or (slots is not None and slots.numel() > 1):
+        if not is_known or slots is None or slots.numel() > 1:
             return False
-    pairs = sizes(inputs)
-    return has_decodes(inputs) and all(n in (1, room) for n, room in pairs)
+    if not has_decodes(inputs):
+        return False
+    return all(n in (1, room) for n, room in sizes(inputs))
 
 
 @deviation(PREPARE, fields=["raises"], right="padding is filled; any backend")
@@ -173,8 +195,8 @@ def a_replay_is_rejected_by_vllm(inputs: dict[str, Any]) -> bool:
 
 @deviation(PREPARE, fields=["raises"], right="a decode has no tokens for the encoder")
 def a_replay_is_rejected_here(inputs: dict[str, Any]) -> bool:
-    """vLLM broadcasts one slot of the encoder into the empty buffer, so that it is lost, and
-    replays sequences that are longer than the graph's."""
+    """vLLM broadcasts one slot of the encoder into the empty buffer, so that it is lost, replays
+    sequences that are longer than the graph's, and leaves out prefills."""
     return is_copied_by_vllm(inputs) and not is_taken_here(inputs)
 
 

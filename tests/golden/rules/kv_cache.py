@@ -1,9 +1,11 @@
 """Caches, layouts and the backends that own them."""
 
+import importlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from pagetwin.contract.layouts import KVCacheLayout
 
 from golden.adapters.layer import VLLM_BACKENDS
 from golden.deviations import deviation
@@ -134,7 +136,7 @@ def is_created_here(inputs: dict[str, Any]) -> bool:
     return is_whole and has_enough_pages(inputs) and is_bound
 
 
-@deviation(INIT, fields=["raises"], right="the caches are returned, there is no list")
+@deviation(INIT, fields=["raises"], right="the caches are returned, without a list")
 def the_runner_has_caches_already(inputs: dict[str, Any]) -> bool:
     """vLLM appends to the runner's list, which must be empty."""
     return bool(inputs["runner_kv_caches_len_before"] > 0) and is_created_here(inputs)
@@ -203,6 +205,7 @@ def a_later_layer_of_a_group_is_unknown(inputs: dict[str, Any]) -> bool:
 
 # ---- layouts
 
+LAYOUT_NAMES = ("NHD", "HND")
 NHD_FIRST = ("FlashAttentionBackend", "FlexAttentionBackend", "TreeAttentionBackend")
 """Backends whose cache has keys and values on its first axis, as here."""
 ANY_BLOCK_SIZE = ("FlexAttentionBackend",)
@@ -257,10 +260,20 @@ def a_backend_has_another_shape(inputs: dict[str, Any]) -> bool:
 )
 def a_backend_has_no_order(inputs: dict[str, Any]) -> bool:
     """Some of vLLM's backends have no memory order, others keep a latent without heads."""
-    return backend_name(inputs) not in WITH_AN_ORDER
+    is_layout = inputs["kv_cache_layout"] in LAYOUT_NAMES
+    return is_layout and backend_name(inputs) not in WITH_AN_ORDER
 
 
-LAYOUT_NAMES = ("NHD", "HND")
+@deviation(
+    "real_backend_kv_layouts",
+    fields=["stride_order.raises"],
+    right="the order of the layout, as in 0.33",
+)
+def a_backends_layout_has_a_later_name(inputs: dict[str, Any]) -> bool:
+    """vLLM 0.12 knows two layouts."""
+    layout = KVCacheLayout.__members__.get(inputs["kv_cache_layout"])
+    is_later = inputs["kv_cache_layout"] not in LAYOUT_NAMES
+    return is_later and layout is not None and layout.is_layer_compact
 
 
 class LayoutRead(NamedTuple):
@@ -363,42 +376,68 @@ def a_block_has_no_slots(inputs: dict[str, Any]) -> bool:
 CALLS = ["results", "platform_calls"]
 
 
-def asked(inputs: dict[str, Any]) -> list[tuple[tuple[Any, ...], str | None]]:
-    """Return the arguments of each call that needs a platform, and the name that is in force."""
+class Asked(NamedTuple):
+    """A call that needs a platform.
+
+    Args:
+        name: name of a backend that is in force. None leaves the choice to the platform.
+        is_remembered: whether vLLM has the answer to an earlier call with the same arguments.
+    """
+
+    name: str | None
+    is_remembered: bool
+
+
+def asked(inputs: dict[str, Any]) -> list[Asked]:
+    """Return each call that needs a platform. vLLM remembers answers, and not errors."""
     forced = variable = None
-    found: list[tuple[tuple[Any, ...], str | None]] = []
+    known: set[tuple[Any, ...]] = set()
+    found: list[Asked] = []
     for op in inputs["ops"]:
         if op["op"] == "force":
             forced = op["backend"]
         elif op["op"] == "env":
             variable = op["value"]
-        elif not op["is_attention_free"]:
-            pairs = sorted((name, str(value)) for name, value in op.items())
-            found.append((tuple(pairs), variable if forced is None else forced))
+        elif op["op"] == "cache_clear":
+            known = set()
+        elif op["op"] == "call" and not op.get("is_attention_free", False):
+            arguments = tuple(sorted((k, str(v)) for k, v in op.items()))
+            name = variable if forced is None else forced
+            found.append(Asked(name, arguments in known))
+            if (name is None or name in VLLM_BACKENDS) and names_a_class(inputs):
+                known.add(arguments)
     return found
 
 
-def answered(inputs: dict[str, Any]) -> list[bool]:
-    """Return of each such call whether vLLM has remembered an answer; errors are not."""
-    known: set[tuple[Any, ...]] = set()
-    found = []
-    for arguments, name in asked(inputs):
-        found.append(arguments in known)
-        if name is None or name in VLLM_BACKENDS:
-            known.add(arguments)
-    return found
+def names_a_class(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM finds the class that its platform names."""
+    path = inputs.get("platform_returns")
+    if path is None or path.startswith("vllm."):
+        return True
+    module, _, name = path.rpartition(".")
+    try:
+        return hasattr(importlib.import_module(module), name)
+    except (ImportError, ValueError):
+        return False
 
 
 @deviation("get_attn_backend", fields=CALLS, right="every call reads the choice")
 def the_same_arguments_are_asked_again(inputs: dict[str, Any]) -> bool:
     """vLLM remembers its answer for arguments, whatever is chosen later."""
-    return any(answered(inputs))
+    return any(call.is_remembered for call in asked(inputs))
 
 
 @deviation("get_attn_backend", fields=CALLS, right="an empty name chooses nothing")
 def a_name_is_empty(inputs: dict[str, Any]) -> bool:
-    """vLLM takes '' for the name of a backend, and its platform may return an empty path."""
-    settings = [value for name, value in inputs.items() if name != "ops"]
-    pairs = zip(asked(inputs), answered(inputs), strict=True)
-    is_read = any(name == "" and not known for (_, name), known in pairs)
-    return is_read or ("" in settings and bool(asked(inputs)))
+    """vLLM takes '' for the name of a backend."""
+    calls = asked(inputs)
+    return any(call.name == "" and not call.is_remembered for call in calls)
+
+
+@deviation("get_attn_backend", fields=["results"], right="a name is a class")
+def a_platform_names_no_class(inputs: dict[str, Any]) -> bool:
+    """vLLM's platform returns the path of a class, which may be empty or lead nowhere."""
+    is_asked = any(
+        call.name is None or call.name in VLLM_BACKENDS for call in asked(inputs)
+    )
+    return is_asked and not names_a_class(inputs)

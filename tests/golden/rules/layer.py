@@ -59,12 +59,6 @@ def the_name_is_asked(inputs: dict[str, Any]) -> bool:
     return inputs["method"] == "get_name"
 
 
-@deviation(STATIC, fields=["result"], right="the module of the backend here")
-def the_full_name_is_asked(inputs: dict[str, Any]) -> bool:
-    """The class is in a module of vLLM."""
-    return inputs["method"] == "full_cls_name"
-
-
 def asked_block_size(inputs: dict[str, Any]) -> int | None:
     is_shape = inputs["method"] == "get_kv_cache_shape"
     return inputs["args"][1] if is_shape else None
@@ -280,18 +274,20 @@ class Parts:
     def __init__(self, given: dict[str, Any]) -> None:
         self.starts = given["query_start_loc"].tolist()
         self.reqs, self.slots = len(self.starts) - 1, len(given["slot_mapping"])
-        self.decodes, self.decode_tokens = (
-            given["num_decodes"],
-            given["num_decode_tokens"],
-        )
-        self.prefills = given["num_prefills"]
-        self.prefill_tokens = given["num_prefill_tokens"]
+        self.decodes = given.get("num_decodes", 0)
+        self.decode_tokens = given.get("num_decode_tokens", 0)
+        self.prefills = given.get("num_prefills", 0)
+        self.prefill_tokens = given.get("num_prefill_tokens", 0)
 
     @property
-    def are_built(self) -> bool:
-        """Whether each part that is built has a request, which both sides need."""
-        has_prefills = not self.prefills or self.decodes < self.reqs
-        return has_prefills and (not self.decode_tokens or self.decodes > 0)
+    def has_decodes(self) -> bool:
+        """Whether the part of the decodes is built: it has a request, which both sides need."""
+        return bool(self.decode_tokens) and self.decodes > 0 < self.reqs
+
+    @property
+    def has_prefills(self) -> bool:
+        """Whether the part of the prefills is built."""
+        return bool(self.prefills) and self.decodes < self.reqs
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -309,7 +305,7 @@ def decode_tokens_contradict_the_starts(inputs: dict[str, Any]) -> bool:
     """vLLM relies on the number of the decodes' tokens."""
     parts = Parts(inputs["metadata"])
     is_other = parts.decode_tokens != parts.starts[min(parts.decodes, parts.reqs)]
-    return parts.are_built and bool(parts.decode_tokens) and is_other
+    return parts.has_decodes and is_other
 
 
 @deviation(
@@ -329,8 +325,7 @@ def decode_tokens_contradict_the_starts(inputs: dict[str, Any]) -> bool:
 def there_are_more_requests_than_counted(inputs: dict[str, Any]) -> bool:
     """vLLM's metadata of the prefills has all requests after the decodes."""
     parts = Parts(inputs["metadata"])
-    is_other = 0 < parts.prefills < parts.reqs - parts.decodes
-    return parts.are_built and is_other
+    return parts.has_prefills and parts.prefills < parts.reqs - parts.decodes
 
 
 @deviation(
@@ -341,7 +336,7 @@ def there_are_more_requests_than_counted(inputs: dict[str, Any]) -> bool:
 def prefill_tokens_contradict_the_starts(inputs: dict[str, Any]) -> bool:
     """vLLM relies on the number of the prefills' tokens."""
     parts = Parts(inputs["metadata"])
-    if not parts.are_built or not parts.prefills:
+    if not parts.has_prefills:
         return False
     begin, end = parts.ends
     return bool(parts.prefill_tokens != end - begin)
@@ -353,55 +348,6 @@ def prefill_tokens_contradict_the_starts(inputs: dict[str, Any]) -> bool:
 def slots_are_not_those_of_the_prefills(inputs: dict[str, Any]) -> bool:
     """vLLM's metadata of the prefills keeps all slots after those of the decodes."""
     parts = Parts(inputs["metadata"])
-    if not parts.are_built or not parts.prefills:
+    if not parts.has_prefills:
         return False
     return (parts.decode_tokens, parts.slots) != parts.ends
-
-
-# ---- names
-
-
-@deviation("v033_constants", fields=["fields"], right="exact lengths on the host")
-def the_fields_of_a_step_are_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM dropped the host's exact lengths, and added fields of features that are not here."""
-    return inputs["name"] == "CommonAttentionMetadata"
-
-
-@deviation(
-    "v1_utils_constants", fields=["*"], right="a layout is a value: KVCacheLayout"
-)
-def the_choice_of_a_layout_is_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM keeps the chosen layout in a global of the module, as a string."""
-    return inputs["name"] in ("KVCacheLayoutType", "_KV_CACHE_LAYOUT_OVERRIDE")
-
-
-@deviation("v1_utils_constants", fields=["present"], right="one list of the fields")
-def the_fields_of_a_fast_prefill_are_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM removed the list in 0.11.1."""
-    return inputs["name"] == "KV_SHARING_FAST_PREFILL_METADATA_FIELDS"
-
-
-@deviation(
-    "attention_backends_utils_constants",
-    fields=["value"],
-    right="slots are computed in one way on every platform",
-)
-def an_internal_constant_is_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM chooses one of two loops by a length, and has a message for one platform."""
-    return inputs["name"] != "PAD_SLOT_ID"
-
-
-@deviation(
-    "attention_package_constants",
-    fields=["value"],
-    right="a backend names its classes as attributes, and writes into the given output",
-)
-def the_interface_of_a_class_is_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM's V0 classes leave more methods abstract, and allocate their own output."""
-    owner = inputs["name"].replace("(", ".").split(".")[0].split(" ")[0]
-    return owner in (
-        "AttentionBackend",
-        "AttentionMetadata",
-        "AttentionMetadataBuilder",
-        "AttentionState",
-    )

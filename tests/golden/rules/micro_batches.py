@@ -79,7 +79,8 @@ class Cut:
 
 def cuts(inputs: dict[str, Any]) -> Iterator[Cut]:
     common = step_of(inputs)
-    for each in inputs.get("ubatch_slices") or [inputs["ubatch_slice"]]:
+    is_one = "ubatch_slice" in inputs
+    for each in [inputs["ubatch_slice"]] if is_one else inputs["ubatch_slices"]:
         yield Cut(each, common)
 
 
@@ -91,9 +92,11 @@ def step_of(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_returned(inputs: dict[str, Any]) -> bool:
-    """Return whether vLLM cuts every micro-batch, and the shares of its rank stay known."""
-    is_cut = all(each.is_inside and each.fits_vllm for each in cuts(inputs))
-    return is_cut and not cuts_a_share(inputs)
+    """Return whether there are micro-batches, vLLM cuts every one, and the shares of its rank stay
+    known."""
+    every = list(cuts(inputs))
+    is_cut = all(each.is_inside and each.fits_vllm for each in every)
+    return bool(every) and is_cut and not cuts_a_share(inputs)
 
 
 def cuts_a_share(inputs: dict[str, Any]) -> bool:
@@ -177,7 +180,8 @@ def ends_outside_its_last_request(inputs: dict[str, Any]) -> bool:
 
 
 def is_cut_in_033(inputs: dict[str, Any]) -> bool:
-    return begins_in_its_first_request(inputs) and fits_here(inputs)
+    is_fit = begins_in_its_first_request(inputs) and fits_here(inputs)
+    return bool(list(cuts(inputs))) and is_fit
 
 
 def is_not_causal_in_033(inputs: dict[str, Any]) -> bool:

@@ -115,11 +115,21 @@ def a_graph_is_padded(inputs: dict[str, Any]) -> bool:
     return bool(inputs["cuda_graph_pad_size"] > 0) and vllm_builds(inputs)
 
 
+@deviation(BUILD, fields=["metadata.block_tables"], right="a row per request")
+def a_graph_is_larger_than_the_runners_table(inputs: dict[str, Any]) -> bool:
+    """vLLM returns as many rows as the runner's table has."""
+    if not is_graph(inputs) or not vllm_builds(inputs):
+        return False
+    return len(inputs["runner_graph_block_tables"]) < inputs["batch_size"]
+
+
 @deviation(BUILD, fields=["metadata.block_tables"], right="zeros")
 def a_graph_table_has_old_ids(inputs: dict[str, Any]) -> bool:
     """vLLM keeps ids of an earlier step past shorter rows and in the padding rows."""
     buffer = inputs["runner_graph_block_tables"]
     if not is_graph(inputs) or not vllm_builds(inputs):
+        return False
+    if a_graph_is_larger_than_the_runners_table(inputs):
         return False
     rows = recorded_rows(inputs)
     used = buffer[: inputs["batch_size"]].tolist()

@@ -149,6 +149,8 @@ def is_built_here(inputs: dict[str, Any]) -> bool:
         return False
     if "calls" not in inputs:
         return True
+    if not is_prepared(inputs):
+        return False
     kinds = [group["is_prompt"] for group in inputs["inter_data_list"]]
     padded = len(recorded_rows(inputs)) + inputs["cuda_graph_pad_size"]
     is_fit = not any(kinds) and inputs["batch_size"] == padded
@@ -161,9 +163,16 @@ def builds_in_a_row(inputs: dict[str, Any]) -> int:
     return len(calls) - 1 - max(i for i, each in enumerate(calls) if each == "prepare")
 
 
+def is_prepared(inputs: dict[str, Any]) -> bool:
+    """Return whether the builder is prepared before it builds, which both sides need."""
+    return bool(inputs["calls"]) and inputs["calls"][0] == "prepare"
+
+
 def vllm_builds(inputs: dict[str, Any]) -> bool:
     """Return whether vLLM builds: there is a new token, and the rows can be padded."""
     if not vllm_adds(inputs) or max(inputs["query_lens"], default=0) <= 0:
+        return False
+    if not is_prepared(inputs):
         return False
     if has_unequal_maps(inputs):
         return False

@@ -13,29 +13,43 @@ def metadata(inputs: dict[str, Any], name: str) -> Any:
     return inputs["attn_metadata"].get(name)
 
 
+def has_lens(inputs: dict[str, Any], name: str) -> bool:
+    """Return whether lengths of sequences or of encoders are given."""
+    kinds = (name, f"encoder_{name}")
+    return any(metadata(inputs, each) is not None for each in kinds)
+
+
+def has_prompts(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM returns the part of the prompts."""
+    is_long = has_lens(inputs, "seq_lens") and has_lens(inputs, "seq_lens_tensor")
+    return bool(metadata(inputs, "num_prefills") > 0) and is_long
+
+
 def has_decodes(inputs: dict[str, Any]) -> bool:
-    return bool(metadata(inputs, "num_decode_tokens") > 0) and not lacks_lens(inputs)
+    """Return whether vLLM returns the part of the decodes."""
+    is_some = bool(metadata(inputs, "num_decode_tokens") > 0)
+    return is_some and has_lens(inputs, "seq_lens_tensor")
 
 
-def lacks_lens(inputs: dict[str, Any]) -> bool:
-    """Return whether vLLM asserts that a part has the lengths of its sequences."""
-    has_lists, has_tensors = (
-        any(metadata(inputs, f"{kind}{name}") is not None for kind in ("", "encoder_"))
-        for name in ("seq_lens", "seq_lens_tensor")
-    )
-    has_prompts = metadata(inputs, "num_prefills") > 0
-    has_parts = has_prompts or metadata(inputs, "num_decode_tokens") > 0
-    return bool((has_prompts and not has_lists) or (has_parts and not has_tensors))
+@deviation(
+    SPLIT,
+    fields=["prefill_metadata.raises", "prefill_metadata_cached.raises"],
+    right="fields that are None stay None",
+)
+def prompts_have_no_lengths(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that the lengths are given on the host and on the device."""
+    return bool(metadata(inputs, "num_prefills") > 0) and not has_prompts(inputs)
 
 
-def is_mixed(inputs: dict[str, Any]) -> bool:
-    return has_decodes(inputs) and bool(metadata(inputs, "num_prefills") > 0)
-
-
-@deviation(SPLIT, fields=["raises"], right="fields that are None stay None")
-def a_step_has_no_lengths(inputs: dict[str, Any]) -> bool:
-    """vLLM asserts that the lengths are given."""
-    return lacks_lens(inputs)
+@deviation(
+    SPLIT,
+    fields=["decode_metadata.raises", "decode_metadata_cached.raises"],
+    right="fields that are None stay None",
+)
+def decodes_have_no_lengths(inputs: dict[str, Any]) -> bool:
+    """vLLM asserts that the lengths are given on the device."""
+    is_some = bool(metadata(inputs, "num_decode_tokens") > 0)
+    return is_some and not has_decodes(inputs)
 
 
 def register_lost_field(name: str) -> None:
@@ -48,12 +62,23 @@ def register_lost_field(name: str) -> None:
 
 
 def register_shared_rows(name: str) -> None:
-    fields = [f"{part}_metadata.{name}" for part in ("prefill", "decode")]
+    @deviation(
+        SPLIT, fields=[f"prefill_metadata.{name}"], right="the rows of the prompts"
+    )
+    def prompts_keep_all_rows(inputs: dict[str, Any]) -> bool:
+        """vLLM gives the prompts the whole batch's rows, which do not belong to them."""
+        has_others = bool(metadata(inputs, "num_decode_tokens") > 0)
+        is_run = has_prompts(inputs) and has_others
+        return is_run and metadata(inputs, name) is not None
 
-    @deviation(SPLIT, fields=fields, right="the part's own rows")
-    def both_parts_keep_all_rows(inputs: dict[str, Any]) -> bool:
-        """vLLM gives both parts the whole batch's rows, which do not belong to their sequences."""
-        return is_mixed(inputs) and metadata(inputs, name) is not None
+    @deviation(
+        SPLIT, fields=[f"decode_metadata.{name}"], right="the rows of the decodes"
+    )
+    def decodes_keep_all_rows(inputs: dict[str, Any]) -> bool:
+        """vLLM gives the decodes the whole batch's rows, which do not belong to them."""
+        has_others = bool(metadata(inputs, "num_prefills") > 0)
+        is_run = has_decodes(inputs) and has_others
+        return is_run and metadata(inputs, name) is not None
 
 
 for _name in (
@@ -82,7 +107,9 @@ def decodes_have_no_longest_query(inputs: dict[str, Any]) -> bool:
 @deviation(SPLIT, fields=["decode_metadata.cross_slot_mapping"], right="none")
 def decodes_keep_the_slots_of_the_encoder(inputs: dict[str, Any]) -> bool:
     """vLLM keeps the slots of tokens that only prompts send through the encoder."""
-    return is_mixed(inputs) and metadata(inputs, "cross_slot_mapping") is not None
+    has_others = bool(metadata(inputs, "num_prefills") > 0)
+    is_run = has_decodes(inputs) and has_others
+    return is_run and metadata(inputs, "cross_slot_mapping") is not None
 
 
 @deviation(
@@ -92,8 +119,7 @@ def decodes_keep_the_slots_of_the_encoder(inputs: dict[str, Any]) -> bool:
 )
 def prompts_lose_the_encoder_tokens(inputs: dict[str, Any]) -> bool:
     """vLLM does not pass the number on."""
-    has_prompts = metadata(inputs, "num_prefills") > 0 and not lacks_lens(inputs)
-    return bool(has_prompts) and metadata(inputs, "num_encoder_tokens") is not None
+    return has_prompts(inputs) and metadata(inputs, "num_encoder_tokens") is not None
 
 
 @deviation(
@@ -154,8 +180,39 @@ def an_attention_type_is_unknown(inputs: dict[str, Any]) -> bool:
     return inputs["attn_type"] not in known
 
 
-@deviation("is_all_cross_attn_metadata_set", fields=["result"], right="True or False")
+CROSS = "is_all_cross_attn_metadata_set"
+
+
+def missing_attribute(inputs: dict[str, Any]) -> bool:
+    """Return whether vLLM reads an attribute that the object does not have."""
+    given = inputs["attn_metadata"]
+    if CROSS_ATTRIBUTES[0] in given and not given[CROSS_ATTRIBUTES[0]]:
+        return False
+    for name in CROSS_ATTRIBUTES:
+        if name not in given:
+            return True
+        if given[name] is None:
+            return False
+    return False
+
+
+CROSS_ATTRIBUTES = (
+    "is_all_encoder_attn_metadata_set",
+    "cross_slot_mapping",
+    "cross_block_tables",
+)
+
+
+@deviation(CROSS, fields=["raises"], right="a field that is not given is None")
+def an_attribute_is_missing(inputs: dict[str, Any]) -> bool:
+    """vLLM reads attributes of any object, which it may not have."""
+    return inputs["via"] == "namespace" and missing_attribute(inputs)
+
+
+@deviation(CROSS, fields=["result"], right="True or False")
 def the_last_value_is_not_a_bool(inputs: dict[str, Any]) -> bool:
     """vLLM returns the value of its `and` expression: a value that is not True or False."""
-    first = inputs["attn_metadata"].get("is_all_encoder_attn_metadata_set")
-    return inputs["via"] == "namespace" and not first and first is not False
+    if inputs["via"] != "namespace" or missing_attribute(inputs):
+        return False
+    first = inputs["attn_metadata"]["is_all_encoder_attn_metadata_set"]
+    return not first and first is not False

@@ -169,7 +169,7 @@ def no_request_has_new_tokens(inputs: dict[str, Any]) -> bool:
 
 @deviation(FAST, DERIVED, fields=["raises"], right="the same object")
 def no_request_has_tokens_or_logits(inputs: dict[str, Any]) -> bool:
-    """vLLM reads the logits although there are no new tokens."""
+    """vLLM reads the logits although no token is new."""
     return has_no_tokens(inputs) and not finds_its_logits(inputs)
 
 
@@ -260,7 +260,10 @@ def a_rank_or_a_length_does_not_exist(inputs: dict[str, Any]) -> bool:
 
 # ---- blocks of states
 
-MAMBA = "v033_mamba_get_block_table_tensor"
+MAMBA = (
+    "v033_mamba_get_block_table_tensor",
+    "v033_mamba_get_block_table_tensor_more",
+)
 
 
 def is_selected(inputs: dict[str, Any]) -> bool:
@@ -274,7 +277,7 @@ def is_selected(inputs: dict[str, Any]) -> bool:
 
 
 @deviation(
-    MAMBA,
+    *MAMBA,
     fields=["result", "same_object"],
     right="the whole table, in which the layer selects, as in vLLM 0.13",
 )
@@ -284,14 +287,14 @@ def every_block_has_a_state(inputs: dict[str, Any]) -> bool:
     return is_all and is_selected(inputs)
 
 
-@deviation(MAMBA, fields=["raises"], right="the whole table")
+@deviation(*MAMBA, fields=["raises"], right="the whole table")
 def every_block_has_a_state_and_a_row_is_too_short(inputs: dict[str, Any]) -> bool:
     """vLLM 0.33 selects with "all" as with "align", and finds no block."""
     is_all = inputs["mamba_cache_mode"] == "all"
     return is_all and not is_selected(inputs)
 
 
-@deviation(MAMBA, fields=["raises"], right="a ValueError")
+@deviation(*MAMBA, fields=["raises"], right="a ValueError")
 def a_cache_mode_is_unknown(inputs: dict[str, Any]) -> bool:
     """vLLM treats every unknown mode as "align"."""
     is_known = inputs["mamba_cache_mode"] in ("none", "all", "align")
@@ -308,6 +311,12 @@ def used_entries(inputs: dict[str, Any]) -> list[tuple[list[int], int]]:
     return [(row, -(-length // page)) for row, length in pairs]
 
 
+def has_lengths(inputs: dict[str, Any]) -> bool:
+    """Return whether every request has both lengths and a row, which both sides need."""
+    counts = {len(inputs[name]) for name in ("q_seqlen", "kv_seqlen", "block_tables")}
+    return len(counts) == 1
+
+
 def has_more_queries_than_keys(inputs: dict[str, Any]) -> bool:
     pairs = zip(inputs["q_seqlen"], inputs["kv_seqlen"], strict=True)
     return any(queries > keys for queries, keys in pairs)
@@ -320,7 +329,7 @@ def has_more_queries_than_keys(inputs: dict[str, Any]) -> bool:
 )
 def an_unused_entry_names_a_used_page(inputs: dict[str, Any]) -> bool:
     """xFormers writes its mask page by page, so that an unused entry hides a used page again."""
-    if has_more_queries_than_keys(inputs):
+    if not has_lengths(inputs) or has_more_queries_than_keys(inputs):
         return False
     return any(
         queries > 0 and set(row[used:]) & set(row[:used])
@@ -336,6 +345,8 @@ def an_unused_entry_names_a_used_page(inputs: dict[str, Any]) -> bool:
     right="raises: a query is part of its sequence",
 )
 def there_are_more_queries_than_keys(inputs: dict[str, Any]) -> bool:
-    """xFormers hides all keys from the first queries."""
+    """xFormers hides all keys from the first queries, or no key if it is not causal."""
+    if not has_lengths(inputs):
+        return False
     fits = all(used <= len(row) for row, used in used_entries(inputs))
     return fits and has_more_queries_than_keys(inputs)

@@ -23,9 +23,11 @@ def num_slots(inputs: dict[str, Any]) -> int:
 
 
 def has_too_few_tables(inputs: dict[str, Any]) -> bool:
+    """Return whether a group has no table, slots or builder."""
     groups = len(inputs["kv_cache_groups"])
+    builders = inputs.get("num_builders", len(inputs.get("builders", range(groups))))
     names = ("block_tables", "slot_mappings")
-    return any(len(inputs[name]) < groups for name in names)
+    return builders < groups or any(len(inputs[name]) < groups for name in names)
 
 
 def per_group(inputs: dict[str, Any]) -> list[tuple[Any, Any]]:
@@ -39,10 +41,9 @@ def per_group(inputs: dict[str, Any]) -> list[tuple[Any, Any]]:
 @deviation(BUILD, fields=["raises"], right="a ValueError that names the buffer")
 def a_buffer_is_shorter_than_the_batch(inputs: dict[str, Any]) -> bool:
     """vLLM slices a shorter buffer without an error."""
-    reqs, groups = inputs["num_reqs"], len(inputs["kv_cache_groups"])
-    counts = [len(inputs[name]) for name in ("block_tables", "slot_mappings")]
-    if not reqs or min(*counts, len(inputs.get("builders", [0] * groups))) < groups:
-        return False  # both raise
+    reqs, groups = inputs["num_reqs"], inputs["kv_cache_groups"]
+    if not reqs or has_too_few_tables(inputs) or not groups:
+        return False  # both raise, or nothing is built
     starts, lens = inputs["query_start_loc"]["np"], inputs["seq_lens"]["np"]
     is_short = len(starts) <= reqs or len(lens) < reqs
     is_short |= len(inputs["num_computed_tokens_cpu"]) < reqs

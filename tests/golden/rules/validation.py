@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from golden.adapters.layer import VLLM_BACKENDS
 from golden.deviations import deviation
 
 A_VALUE_ERROR = "a ValueError that names the number"
@@ -19,6 +20,17 @@ def a_draft_index_is_negative(inputs: dict[str, Any]) -> bool:
     if inputs["method"] != "build_for_drafting" or set(given) != {"draft_index"}:
         return False
     return given["draft_index"] is None or given["draft_index"] < 0
+
+
+@deviation(
+    "attention_metadata_builder_defaults",
+    fields=["abstract_methods"],
+    right="a constructor of its own",
+    value=lambda _: ["build"],
+)
+def the_abstract_methods_of_a_builder_are_asked(inputs: dict[str, Any]) -> bool:
+    """vLLM's builder leaves its constructor abstract."""
+    return inputs["method"] == "abstract"
 
 
 CASCADE = {
@@ -60,7 +72,7 @@ def a_threshold_or_a_count_is_out_of_range(inputs: dict[str, Any]) -> bool:
 
 
 @deviation("compute_causal_conv1d_metadata", fields=["raises"], right="raises")
-def starts_are_no_int32_starts(inputs: dict[str, Any]) -> bool:
+def starts_are_not_int32_starts(inputs: dict[str, Any]) -> bool:
     """vLLM takes starts of any integer type, that begin anywhere, and that decrease by less than
     a block."""
     starts = inputs["query_start_loc_p"]
@@ -211,7 +223,7 @@ def a_packed_cache_has_sizes_that_do_not_fit(inputs: dict[str, Any]) -> bool:
 
 
 @deviation("get_mla_dims", fields=["raises"], right=A_VALUE_ERROR)
-def a_latent_size_is_no_size(inputs: dict[str, Any]) -> bool:
+def a_latent_size_is_not_a_size(inputs: dict[str, Any]) -> bool:
     """vLLM takes any value as a size."""
     config = inputs["model_config"]["hf_text_config"]
     needed = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -248,11 +260,23 @@ def is_layer_of_vllm(inputs: dict[str, Any]) -> bool:
 
 
 @deviation(LAYER, fields=["raises"], right=A_VALUE_ERROR)
-def a_number_of_a_layer_is_no_number(inputs: dict[str, Any]) -> bool:
+def a_number_of_a_layer_is_not_a_number(inputs: dict[str, Any]) -> bool:
     """vLLM makes layers without heads or elements, and without a scale."""
     sizes = [inputs["num_heads"], inputs["head_size"], inputs.get("num_kv_heads")]
     is_low = any(each is not None and each < 1 for each in sizes)
     return is_layer_of_vllm(inputs) and (is_low or inputs["scale"] is None)
+
+
+@deviation(
+    LAYER,
+    fields=["backend"],
+    right="the name of the backend that runs the layer",
+    value=lambda inputs: inputs["backend_name"],
+)
+def a_backends_name_is_not_vllms(inputs: dict[str, Any]) -> bool:
+    """vLLM's layer has a member of its enumeration of backends, or None."""
+    name = inputs.get("backend_name", VLLM_BACKENDS[0])
+    return is_layer_of_vllm(inputs) and name not in VLLM_BACKENDS
 
 
 @deviation(LAYER, fields=["extra_repr"], right="a float")
@@ -268,18 +292,3 @@ def scales_are_asked_without_metadata(inputs: dict[str, Any]) -> bool:
     metadata = inputs["attn_metadata"]
     is_object = metadata is not None and not isinstance(metadata, dict | str)
     return bool(config.get("calculate_kv_scales")) and not is_object
-
-
-# ---- names
-
-
-@deviation("v033_constants", fields=["value"], right="any block may hold tokens")
-def a_reserved_block_is_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM gives block 0 to no request, so that padding can name it."""
-    return inputs["name"] == "NULL_BLOCK_ID"
-
-
-@deviation("v033_constants", fields=["value"], right="no table of names")
-def an_internal_table_of_033_is_asked(inputs: dict[str, Any]) -> bool:
-    """vLLM has tables of its modules as constants."""
-    return bool(inputs["name"].startswith("_"))

@@ -8,7 +8,7 @@ other, 16 partial results took about 19 us of the 113 of one request over 65,536
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import WARP_SIZE, WARPGROUP_M
+from ..common.config import WARP_SIZE, WARPGROUP_M
 from ..invariant.fold import normalize_state
 from ..invariant.rows import store_lse, store_rows
 from .rows import locate_partials

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import (
+from ..common.config import (
     LOG2_E,
     WARP_SIZE,
     WARPGROUP_M,
@@ -13,15 +13,15 @@ from ..config import (
     count_tokens,
     warp_layout,
 )
-from ..gluon_names import barrier
+from ..common.gluon_names import barrier
+from ..common.mainloop import attend_to_tiles, skip_tiles
+from ..common.mma import select_tiles, view_kv
+from ..common.pipeline import PipelineState, end_ping_pong, start_ping_pong
+from ..common.score import softmax_scale
+from ..common.tile_range import OwnTiles, find_tiles
+from ..common.work_item import NO_WORK, receive_work
 from ..invariant.fold import normalize_state
 from ..invariant.rows import store_lse, store_rows
-from ..mainloop import attend_to_tiles, skip_tiles
-from ..mma import select_tiles, view_kv
-from ..pipeline import PipelineState, end_ping_pong, start_ping_pong
-from ..score import softmax_scale
-from ..tile_range import OwnTiles, find_tiles
-from ..work_item import NO_WORK, receive_work
 from .combine import combine_rows, find_row, finish_rows
 from .rows import locate_partial
 from .segments import MAX_SEGMENTS

@@ -1,23 +1,33 @@
 """Kernel family of verification and append on Hopper chips: supported calls and plans.
 
-The family computes every request of a call, of any mixture of lengths. The cost model
-(`launch/cost_model.py`) selects it for requests of more rows than a decode tile has and of many
-keys.
+The family computes every request of a call, of any mixture of lengths. Its estimate (`cost.py`) is
+the least for requests of more rows than a decode tile has and of many keys.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ....launch.attention_call import AttentionCall
-from ....launch.chip import count_processors, is_hopper
-from ....launch.cost_append import choose_append_rows
-from ....launch.cost_constants import MIN_SEGMENT_TILES
-from ....launch.launcher import Launcher, next_power_of_2
-from ....launch.workspace import find_workspace
-from .. import family as sm90
-from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config, choose_consumers
-from ..plan import Sm90Plan
-from ..planes import takes_groups
+from ....runtime.attention_call import AttentionCall
+from ....runtime.chip import count_processors
+from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.family import (
+    EVERYTHING,
+    BatchLimits,
+    Estimate,
+    KernelFamily,
+    Role,
+    Task,
+    Warm,
+)
+from ....runtime.launcher import Launcher, next_power_of_2
+from ....runtime.workspace import find_workspace
+from ..common.chip import is_hopper
+from ..common.config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config, choose_consumers
+from ..common.plan import Sm90Plan
+from ..common.planes import takes_groups
+from ..prefill import family as sm90
+from .cost import MIN_SEGMENT_TILES, choose_append_rows, estimate_segments
 from .kernel import append_kernel
 from .segments import MAX_SEGMENTS
 
@@ -117,17 +127,27 @@ class AppendPlan(Sm90Plan):
         segments = count_processors(call.query.device) // kv_heads
         return max(1, min(segments, -(-tiles // MIN_SEGMENT_TILES), MAX_SEGMENTS.value))
 
-    def launch(self, call: AttentionCall, segments: int = 0) -> None:
+    def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
+        """Return the time of an append, and its segments of a KV head."""
+        return estimate_segments(layer, batch, self.row_tiles)
+
+    def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
+        """Yield a batch per query tile."""
+        for query_len in self.query_lens(limits.max_query_len):
+            if query_len * self.group_size > limits.short_rows:
+                yield Warm(type(self).__name__, 1, query_len, limits.max_key_len)
+
+    def launch(self, call: AttentionCall, task: Task = EVERYTHING) -> None:
         """Compute all requests, and clear the rows of no request.
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
-            segments: segments of a KV head, at most. 0 stands for `count_segments`.
+            task: `division` is the segments of a KV head, at most. 0 stands for `count_segments`.
         """
         rows = call.max_query_len * self.config.GROUP
         is_narrow = choose_append_rows(self.row_tiles, rows) < self.tile_rows
         if self.narrow is not None and is_narrow:
-            self.narrow.launch(call, segments)
+            self.narrow.launch(call, task)
             return
         block_table, out, lse = call.block_table, call.out, call.lse
         starts, sinks = call.query_start_loc, call.options.sinks
@@ -136,7 +156,7 @@ class AppendPlan(Sm90Plan):
         num_tokens, num_reqs = call.query.shape[0], starts.shape[0] - 1
         kv_heads = self.num_heads // self.group_size
         most = self.count_segments(call)
-        segments = min(segments or most, most)
+        segments = min(task.division or most, most)
         partial_rows = min(self.tile_rows, call.max_query_len * config.GROUP)
         partials = 2 * segments * kv_heads * partial_rows
         semaphores, numbers = find_workspace(
@@ -168,3 +188,6 @@ class AppendPlan(Sm90Plan):
 def _is_supported(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     return not call.options.batch_invariant and takes_groups(call)
+
+
+FAMILY = KernelFamily("sm90 append", Role.EVERY, supports, plan)

@@ -8,11 +8,11 @@ of a segment run at the same time, because their keys are stored in the same cac
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import count_tokens
-from ..kernel import allocate, run_roles
-from ..producer import TmaTensor, produce_v
-from ..scheduler import BatchArgs
-from ..score import ScoreArgs
+from ..common.config import count_tokens
+from ..common.score import ScoreArgs
+from ..prefill.kernel import allocate, run_roles
+from ..prefill.producer import TmaTensor, produce_v
+from ..prefill.scheduler import BatchArgs
 from .consumer import consume_segment
 from .producer import produce_q_and_k
 from .rows import OutputArgs

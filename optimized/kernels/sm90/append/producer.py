@@ -6,12 +6,12 @@ Values are loaded by the producer warp of the prefill kernel (`..producer.produc
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import WORK_STAGES, count_q_stages, count_tokens
+from ..common.config import WORK_STAGES, count_q_stages, count_tokens
+from ..common.load_kv import load_k
+from ..common.pipeline import PipelineState
+from ..common.work_item import publish_end, publish_work
 from ..invariant.producer import load_packed_q
-from ..load_kv import load_k
-from ..pipeline import PipelineState
-from ..scheduler import load_request
-from ..work_item import publish_end, publish_work
+from ..prefill.scheduler import load_request
 from .segments import count_request_tiles, locate_item, without_span
 
 

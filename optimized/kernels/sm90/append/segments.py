@@ -1,7 +1,8 @@
 """Stream-K partition of the Hopper append kernel: segments, and the work items in them.
 
 The KV tiles of all requests, counted once per query tile, are concatenated and divided into
-segments, one per program of a KV head. stream_k.py has the same partition for the portable kernels.
+segments, one per program of a KV head. portable/stream_k.py has the same partition for the portable
+kernels.
 """
 
 from typing import Any, NamedTuple
@@ -9,8 +10,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..tile_range import first_visible_key
-from ..work_item import WorkItem
+from ..common.tile_range import first_visible_key
+from ..common.work_item import WorkItem
 
 REQS_PER_PASS = gl.constexpr(256)
 """Requests whose tiles are counted at once, by every warp for itself."""
@@ -98,7 +99,7 @@ def _count_tiles(batch, base, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
 
 @gluon.jit
 def choose_length(total, query_tiles, longest, num_segments, min_tiles):
-    """Return how many tiles a segment has. stream_k.py has the same rule.
+    """Return how many tiles a segment has. portable/stream_k.py has the same rule.
 
     Query tiles that all have the same keys are cut at their ends, or into equal splits, where that
     makes no segment much longer: each cut costs a combination.

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import (
+from ..common.config import (
     LOG2_E,
     WARPGROUP_M,
     WORK_STAGES,
@@ -13,13 +13,13 @@ from ..config import (
     count_q_stages,
     count_tokens,
 )
-from ..epilogue import normalize
-from ..mainloop import attend_to_tiles
-from ..mma import select_tiles, view_kv
-from ..pipeline import PipelineState, end_ping_pong, start_ping_pong
-from ..score import softmax_scale
-from ..tile_range import find_tiles
-from ..work_item import NO_WORK, find_rows, receive_work
+from ..common.mainloop import attend_to_tiles
+from ..common.mma import select_tiles, view_kv
+from ..common.pipeline import PipelineState, end_ping_pong, start_ping_pong
+from ..common.score import softmax_scale
+from ..common.tile_range import find_tiles
+from ..common.work_item import NO_WORK, find_rows, receive_work
+from ..prefill.epilogue import normalize
 
 
 class PartialArgs(NamedTuple):

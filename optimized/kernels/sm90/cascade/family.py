@@ -1,20 +1,33 @@
 """Partial results over a shared prefix on Hopper chips: supported calls, plans, splits."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 from torch import Tensor
 
-from ....launch.attention_call import AttentionCall
-from ....launch.chip import count_processors, is_hopper
-from ....launch.launcher import Launcher
-from ....launch.workspace import MAX_KEPT_NUMBERS
-from .. import family as sm90
-from ..config import LOG2_E, choose_consumers
-from ..plan import Sm90Plan
-from ..planes import find_planes
+from ....runtime.attention_call import AttentionCall
+from ....runtime.chip import count_processors
+from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.family import (
+    ALWAYS,
+    BatchLimits,
+    Estimate,
+    KernelFamily,
+    PrefixWork,
+    Role,
+    Task,
+    Warm,
+)
+from ....runtime.launcher import Launcher
+from ....runtime.workspace import MAX_KEPT_NUMBERS
+from ..common.chip import is_hopper
+from ..common.config import LOG2_E, choose_consumers
+from ..common.plan import Sm90Plan
+from ..common.planes import find_planes
+from ..prefill import family as sm90
 from .kernel import cascade_prefix_sm90_kernel
 
 ITEM_TILES = 4
@@ -112,6 +125,33 @@ class PrefixPlan(Sm90Plan):
             num_stages=1,
         )
 
+    def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
+        """Return ALWAYS: it is not compared with the portable kernel."""
+        return ALWAYS
+
+    def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
+        """Yield one batch: there is one kernel."""
+        keys = limits.max_key_len
+        yield Warm(self.launcher.name, limits.num_reqs, limits.max_query_len, keys)
+
+    def divide(
+        self, call: AttentionCall, prefix_len: int, division: int = 0
+    ) -> PrefixWork:
+        """Return how the work over a prefix is divided.
+
+        Args:
+            call: the call.
+            prefix_len: keys of the prefix, at least 1.
+            division: not used.
+        """
+        return PrefixWork(self.split_len(call, prefix_len))
+
+    def launch(self, call: AttentionCall, task: Task) -> None:
+        """Store the partial results of all tokens, those of padding included."""
+        assert task.prefix is not None
+        length, split_len, begins, workspace, _ = task.prefix
+        self.launch_prefix(call, length, split_len, begins[0], workspace)
+
     def split_len(self, call: AttentionCall, prefix_len: int) -> int:
         """Return the keys per split of the prefix.
 
@@ -172,3 +212,6 @@ class PrefixPlan(Sm90Plan):
         """Return the work items per split of the prefix."""
         group = self.config.GROUP
         return -(-tokens // (self.tile_rows // group)) * (self.num_heads // group)
+
+
+FAMILY = KernelFamily("sm90 prefix", Role.PREFIX, supports, plan)

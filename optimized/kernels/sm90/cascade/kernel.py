@@ -8,11 +8,11 @@ program i computes items i, i + programs, i + 2 * programs, and so on, without a
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import warp_layout
-from ..kernel import allocate, run_roles
-from ..producer import TmaTensor, produce_v
-from ..scheduler import BatchArgs
-from ..score import ScoreArgs
+from ..common.config import warp_layout
+from ..common.score import ScoreArgs
+from ..prefill.kernel import allocate, run_roles
+from ..prefill.producer import TmaTensor, produce_v
+from ..prefill.scheduler import BatchArgs
 from .consumer import PartialArgs, consume_prefix
 from .producer import produce_q_and_k
 from .scheduler import PrefixArgs

@@ -6,11 +6,11 @@ Values are loaded by the producer warp of the prefill kernel (`..producer.produc
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import WORK_STAGES, count_q_stages, count_tokens
-from ..load_kv import load_k
-from ..pipeline import PipelineState
-from ..producer import load_q
-from ..work_item import publish_end, publish_work
+from ..common.config import WORK_STAGES, count_q_stages, count_tokens
+from ..common.load_kv import load_k
+from ..common.pipeline import PipelineState
+from ..common.work_item import publish_end, publish_work
+from ..prefill.producer import load_q
 from .scheduler import count_items, locate_item
 
 

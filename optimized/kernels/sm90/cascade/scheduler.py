@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..work_item import WorkItem
+from ..common.work_item import WorkItem
 
 
 class PrefixArgs(NamedTuple):

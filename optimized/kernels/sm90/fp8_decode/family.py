@@ -1,6 +1,6 @@
-"""Calls whose decodes the Hopper FP8 decode kernel computes, and its tiles.
+"""Kernel family of decodes from FP8 caches on Hopper chips: supported calls, tiles, plans.
 
-It takes the place of the portable decode kernel in a launch: same arguments, same workspace.
+The kernel has the arguments and the workspace of the portable decode kernel.
 """
 
 from dataclasses import fields
@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
-from ....launch.chip import is_hopper
-from ....launch.tuning import Tiles
-from ...arguments import Config, Strides
+from ....runtime.attention_call import AttentionCall
+from ....runtime.family import KernelFamily, Role
+from ...portable.arguments import Config, Strides
+from ...portable.host.launches import DecodeKernel
+from ...portable.host.make_launches import make_launches
+from ...portable.host.plans import PortableDecodePlan
+from ...portable.host.tuning import Tiles
+from ..common.chip import is_hopper
 from .config import PAGE
 from .kernel import fp8_decode_kernel
-
-__all__ = ["TILES", "fp8_decode_kernel", "is_aligned", "supports", "takes_signature"]
 
 HEAD_SIZES = (64, 128)
 """Head sizes of keys, and of values. At 256, acc and Q alone would take 192 registers."""
@@ -50,25 +53,15 @@ OTHER_OPTIONS = [
 """Options that this kernel does not support: each must be None."""
 
 
-def supports(
-    query: Tensor,
-    key: Tensor,
-    strides: Strides,
-    config: Config,
-    options: AttentionOptions,
-    short_rows: int,
-) -> bool:
-    """Return whether the kernel computes the short requests of calls with this signature.
-
-    Args:
-        query, key: of the call.
-        strides, config: of the portable launches.
-        options: of the call.
-        short_rows: rows of a short request, at most; 0 without a decode launch.
-    """
-    return is_hopper(query.device) and takes_signature(
-        query, key, strides, config, options, short_rows
-    )
+def supports(call: AttentionCall) -> bool:
+    """Return whether the kernel computes the short requests of calls with this signature."""
+    if not is_hopper(call.query.device):
+        return False
+    launches = make_launches(call)
+    return takes_signature(
+        call.query, call.key, launches.fixed["strides"], launches.config, call.options,
+        launches.short_rows,
+    )  # fmt: skip
 
 
 def takes_signature(
@@ -79,7 +72,13 @@ def takes_signature(
     options: AttentionOptions,
     short_rows: int,
 ) -> bool:
-    """Return whether the kernel computes such calls, whatever their device."""
+    """Return whether the kernel computes such calls, whatever their device.
+
+    Args:
+        query, key, options: of the call.
+        strides, config: of the portable launches.
+        short_rows: rows of a short request, at most; 0 without a decode launch.
+    """
     if not config.CACHE_FP8 or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if short_rows != BLOCK_M or type(options.causal) is not bool:
@@ -102,6 +101,43 @@ def takes_signature(
     )
 
 
+class Fp8DecodePlan(PortableDecodePlan):
+    """Decode launches of the FP8 kernel, on the grid and in the workspace of the portable one."""
+
+    kernel = DecodeKernel(fp8_decode_kernel, TILES)
+
+    def takes(self, call: AttentionCall) -> bool:
+        """Return whether the kernel takes what a signature leaves out.
+
+        That is keys and values that begin at multiples of 16 bytes, and batches whose KV tiles do
+        not have an SM each. The portable kernel for few decodes computes those: longer splits, and
+        more programs, were not measured against it.
+        """
+        num_reqs = call.query_start_loc.shape[0] - 1
+        is_few = self.is_few(num_reqs, call.max_key_len)
+        return not is_few and is_aligned(call.key, call.value)
+
+    def is_few(self, num_reqs: int, max_key_len: int) -> bool:
+        """Return whether each KV tile of each KV head may have an SM of its own.
+
+        Example:
+            132 SMs and 2 KV heads: one request of 66 tiles is few, and one of 67 is not.
+        """
+        launches = self.launches
+        block_n = launches.small_batch_tiles.block_n
+        keys = launches.bound_keys(max_key_len, block_n)
+        tiles = max(1, -(-keys // block_n)) * launches.kv_heads
+        return num_reqs * tiles <= launches.processors
+
+
 def is_aligned(key: Tensor, value: Tensor) -> bool:
     """Return whether keys and values begin at addresses that the kernel can load from."""
     return not (key.data_ptr() | value.data_ptr()) % 16
+
+
+def plan(call: AttentionCall) -> Fp8DecodePlan:
+    """Return the launch plan of all calls with this call's signature."""
+    return Fp8DecodePlan(call)
+
+
+FAMILY = KernelFamily("sm90 FP8 decode", Role.DECODE, supports, plan)

@@ -1,24 +1,24 @@
 """Entry of the Hopper FP8 decode kernel: the decode kernel's work, with products in registers.
 
-The arguments, the stream-K partition and the workspace are those of decode.py. Keys and values go
-from global memory to the registers of tensor-core operands, and are decoded to float16 there. So
-no number passes through shared memory, which limits the portable kernel.
+The arguments, the stream-K partition and the workspace are those of portable/decode.py. Keys and
+values go from global memory to the registers of tensor-core operands, and are decoded to float16
+there. So no number passes through shared memory, which limits the portable kernel.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...arguments import CHANGING, KernelCall
-from ...combine import arrive, segment_offset, store_partial_columns
-from ...decode import keys_in_segment
-from ...epilogue import store_columns
-from ...load_kv import locate_kv
-from ...load_q import QueryRows, find_queries, number_rows
-from ...options.sinks import start_with_sinks
+from ...portable.arguments import CHANGING, KernelCall
+from ...portable.combine import arrive, segment_offset, store_partial_columns
+from ...portable.decode import keys_in_segment
+from ...portable.epilogue import store_columns
+from ...portable.load_kv import locate_kv
+from ...portable.load_q import QueryRows, find_queries, number_rows
+from ...portable.options.sinks import start_with_sinks
+from ...portable.stream_k import Batch, count_tiles, find_segment_in_lanes
 from ...softmax import finite, normalize
-from ...stream_k import Batch, count_tiles, find_segment_in_lanes
-from ..pipeline import allocate_barriers
+from ..common.pipeline import allocate_barriers
 from .config import partials_layout, requests_layout, rows_layout
 from .tile import attend, make_tile
 
@@ -28,7 +28,10 @@ def _combine(
     call, start, query_len, first, last, kv_head, num_kv_heads,
     config: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """Store a request's rows, combined from segments `first` to `last`, as combine.py does."""
+    """Store a request's rows, combined from segments `first` to `last`.
+
+    portable/combine.py does the same.
+    """
     ROWS: gl.constexpr = plan.COMBINE_ROWS
     SPLITS: gl.constexpr = plan.COMBINE_SPLITS
     layout: gl.constexpr = partials_layout(gl.num_warps(), ROWS)
@@ -96,7 +99,10 @@ def _store_split_request(
     call, segment, index, tile_index, num_tiles, start, query_len, result, lse, rows,
     kv_head, num_kv_heads, config: gl.constexpr, plan: gl.constexpr,
 ):  # fmt: skip
-    """Store the partial result of a request that spans several segments, as decode.py does."""
+    """Store the partial result of a request that spans several segments.
+
+    portable/decode.py does the same.
+    """
     begins_here = (tile_index >= segment.begin).to(gl.int32)
     offset = segment_offset(
         index, begins_here, kv_head, num_kv_heads, call.partial_rows
@@ -161,8 +167,7 @@ def fp8_decode_kernel(
 ):
     """Attend with all requests of at most `decode_rows` rows. Grid: (kv_heads, segments).
 
-    Args:
-        As in decode.py; keys and values begin at multiples of 16 bytes.
+    The arguments are those of portable/decode.py. Keys and values begin at multiples of 16 bytes.
     """
     kv_head = gl.program_id(0)
     num_kv_heads = gl.num_programs(0)

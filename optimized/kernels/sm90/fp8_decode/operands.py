@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...fp8 import load_scale
-from ...load_q import fit_float16
+from ...portable.load_q import fit_float16
 from .config import PAGE, WARP_SIZE
 
 DECODE_E4M3 = gl.constexpr("cvt.rn.f16x2.e4m3x2")
@@ -227,7 +227,7 @@ def load_q(
     """Return the queries of a tile, and the scale of their dot products.
 
     Element 64 e + 16 w + 8 u + 2 t + o of the result is element 64 e + 16 t + 4 w + 2 u + o of the
-    head. load_q.py has the division by a power of two.
+    head. portable/load_q.py has the division by a power of two.
 
     Args:
         rows: QueryRows, in the layout of the operand's rows.

@@ -11,11 +11,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...epilogue import scale_values
-from ...load_q import number_rows
-from ...options.score import modify_scores
-from ...options.sinks import start_with_sinks
-from ...options.visible_range import find_visible_keys
+from ...portable.epilogue import scale_values
+from ...portable.load_q import number_rows
+from ...portable.options.score import modify_scores
+from ...portable.options.sinks import start_with_sinks
+from ...portable.options.visible_range import find_visible_keys
 from ...softmax import finite, normalize
 from .config import (
     PAGE,
@@ -55,8 +55,7 @@ class DecodeTile(NamedTuple):
 def make_tile(call, kv, seq_len, req, start, query_len, kv_head, config: gl.constexpr):
     """Return the query tile of a decode request that attends to `seq_len` keys.
 
-    Args:
-        As in attention_tile.py.
+    The arguments are those of `attention_tile.make_query_tile`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     scores: gl.constexpr = product_layout(WARPS)
@@ -81,7 +80,7 @@ def attend(
 
     Args:
         start, query_len: the request's first token in the batch, and how many it has.
-        begin, end, counts_sink: as in attention_tile.py.
+        begin, end, counts_sink: as in portable/attention_tile.py.
         never: [1] mbarrier whose phase 0 never ends.
 
     Returns:

@@ -7,6 +7,7 @@ bfloat16 cache 2,990, and with the portable kernel 6,365. 2,048 tokens on 32,768
 1,467 and 3,270. The outputs are those of the bfloat16 cache, bit for bit.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,22 +15,35 @@ import torch
 from torch import Tensor
 
 from .....contract.kinds import FP8_DTYPES
-from ....launch.attention_call import AttentionCall
-from ....launch.chip import is_hopper
-from ....launch.launcher import Launcher, next_power_of_2
-from ....launch.workspace import find_workspace
-from ...arguments import Config
+from ....runtime.attention_call import AttentionCall
+from ....runtime.cost_constants import DECODE_BYTES_PER_US, LAUNCH_US
+from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.family import (
+    BatchLimits,
+    Estimate,
+    KernelFamily,
+    Role,
+    Task,
+    Warm,
+)
+from ....runtime.launcher import Launcher, next_power_of_2
+from ....runtime.workspace import find_workspace
 from ...fp8 import has_native_fp8, scale_arguments, scale_strides
-from ...options.score import ScoreConstants
-from ...options.visible_range import lower_masks
-from .. import family as sm90
-from ..plan import Sm90Plan
-from ..planes import find_planes
+from ...portable.arguments import Config
+from ...portable.options.score import ScoreConstants
+from ...portable.options.visible_range import lower_masks
+from ..common.chip import is_hopper
+from ..common.planes import find_planes
+from ..prefill import family as sm90
+from ..prefill.plan import PrefillPlan
 from .kernel import BLOCK, upcast_kernel
 
 MAX_BYTES = 1 << 29
 """Bytes of converted keys and values, at most. The bound counts every request with the longest
 one's keys. A call that may need more is left to the portable kernel."""
+FEW_KEYS = 4096
+"""Keys of a request for which a warm-up launches the kernels too. With more, a call may exceed
+MAX_BYTES."""
 ALIGNMENT = 32
 """Float32 numbers, 128 bytes, at a multiple of which each part of the workspace begins."""
 
@@ -62,7 +76,7 @@ class Fp8PrefillPlan:
         upcast: the launcher of the conversion.
     """
 
-    prefill: Sm90Plan
+    prefill: PrefillPlan
     upcast: Launcher
     is_repeatable: ClassVar[bool] = True
 
@@ -71,19 +85,29 @@ class Fp8PrefillPlan:
         """Whether `launch_prefill` without short rows clears the rows of no request."""
         return self.prefill.clears_padding
 
-    @property
-    def packs_heads(self) -> bool:
-        """Whether short requests have query tiles of all query heads of a KV head."""
-        return self.prefill.packs_heads
+    def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
+        """Return the time of the conversion and of the prefill."""
+        time = self.prefill.estimate(layer, batch).time
+        # one byte per number is read, and two are written
+        numbers = batch.num_long * layer.kv_heads * batch.max_key_len * layer.numbers
+        converted = 3 * numbers / (DECODE_BYTES_PER_US * layer.processors)
+        return Estimate(time + (LAUNCH_US + converted))
 
-    def prefill_lens(self, least: int, most: int) -> list[int]:
-        """Return longest requests of `least` to `most` tokens, each with another kernel."""
-        return self.prefill.prefill_lens(least, most)
+    def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
+        """Yield the batches of the prefill, with few keys too: a plan may not take many."""
+        few = min(FEW_KEYS, limits.max_key_len)
+        for keys in sorted({few, limits.max_key_len}):
+            for warm in self.prefill.bounds(limits._replace(max_key_len=keys)):
+                yield warm._replace(name=type(self).__name__)
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         # the FP8 cache has more rows than the converted one, or MAX_BYTES bounds them
         return _count_bytes(call) <= MAX_BYTES and self.prefill.takes(call)
+
+    def launch(self, call: AttentionCall, task: Task) -> None:
+        """Compute all requests of more than `task.short_rows` rows."""
+        self.launch_prefill(call, task.short_rows)
 
     def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
         """Compute all requests of more than `short_rows` rows, and leave the others as they are.
@@ -229,3 +253,6 @@ def _make_launcher(call: AttentionCall) -> Launcher:
 def _as_bits(key: Tensor, value: Tensor, *others: Tensor) -> tuple[Any, ...]:
     """Return the tensors of a launch with the FP8 caches as bytes."""
     return (key.view(torch.uint8), value.view(torch.uint8), *others)
+
+
+FAMILY = KernelFamily("sm90 FP8 prefill", Role.PREFILL, supports, plan)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ...fp8 import decode_fp8, load_scale
-from ...options.visible_range import visible_range
+from ...portable.options.visible_range import visible_range
 
 BLOCK = tl.constexpr(128)
 """Keys per block of the converted cache: the most that one TMA box of the prefill kernel loads."""

@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..config import (
+from ..common.config import (
     WARPGROUP_M,
     WORK_STAGES,
     acc_layout,
@@ -20,10 +20,10 @@ from ..config import (
     count_tokens,
     uses_ping_pong,
 )
-from ..gluon_names import async_store
-from ..mainloop import attend_to_tiles, release_previous_q, skip_tiles
-from ..mma import select_tiles, view_kv
-from ..pipeline import (
+from ..common.gluon_names import async_store
+from ..common.mainloop import attend_to_tiles, release_previous_q, skip_tiles
+from ..common.mma import select_tiles, view_kv
+from ..common.pipeline import (
     PipelineState,
     end_ping_pong,
     packed_q,
@@ -31,9 +31,9 @@ from ..pipeline import (
     ping_pong_wait,
     start_ping_pong,
 )
-from ..score import softmax_scale
-from ..tile_range import find_tiles
-from ..work_item import NO_WORK, receive_work
+from ..common.score import softmax_scale
+from ..common.tile_range import find_tiles
+from ..common.work_item import NO_WORK, receive_work
 from .fold import fold, normalize_state
 from .rows import count_live_tokens, locate_states, store_lse, store_rows
 from .scheduler import find_split

@@ -6,17 +6,31 @@ prefills and decodes. If the query tiles are few, each split of their keys is a 
 second kernel folds the splits in the order in which a work item folds several.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ....launch.attention_call import AttentionCall
-from ....launch.chip import count_processors, is_hopper
-from ....launch.launcher import Launcher, next_power_of_2
-from ....launch.prepare import MAX_WORKSPACE
-from ....launch.workspace import find_workspace
-from .. import family as sm90
-from ..config import BOX_COLUMNS, LOG2_E, WARPGROUP_M
-from ..plan import Sm90Plan
-from ..planes import takes_groups
+from ....runtime.attention_call import AttentionCall
+from ....runtime.chip import count_processors
+from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.family import (
+    ALWAYS,
+    EVERYTHING,
+    BatchLimits,
+    Estimate,
+    KernelFamily,
+    Role,
+    Task,
+    Warm,
+)
+from ....runtime.launcher import Launcher, next_power_of_2
+from ....runtime.workspace import find_workspace
+from ...portable.host.make_launches import MAX_WORKSPACE
+from ..common.chip import is_hopper
+from ..common.config import BOX_COLUMNS, LOG2_E, WARPGROUP_M
+from ..common.plan import Sm90Plan
+from ..common.planes import takes_groups
+from ..common.warm import warm_every
+from ..prefill import family as sm90
 from .kernel import ROWS, fold_kernel, invariant_kernel
 
 SPLIT_KEYS = 4096
@@ -90,11 +104,20 @@ class InvariantPlan(Sm90Plan):
             return 1
         return splits if splits * self._numbers_per_split(call) <= MAX_WORKSPACE else 1
 
-    def launch(self, call: AttentionCall) -> None:
+    def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
+        """Return ALWAYS: rows of one call may not have the bits of another kernel."""
+        return ALWAYS
+
+    def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
+        """Yield one request of each number of tokens, and many requests."""
+        return warm_every(self, limits)
+
+    def launch(self, call: AttentionCall, task: Task = EVERYTHING) -> None:
         """Compute all requests, and clear the rows of no request.
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
+            task: not used.
         """
         block_table, out, lse = call.block_table, call.out, call.lse
         starts, sinks = call.query_start_loc, call.options.sinks
@@ -140,3 +163,6 @@ class InvariantPlan(Sm90Plan):
 def _is_supported(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     return call.options.batch_invariant and takes_groups(call)
+
+
+FAMILY = KernelFamily("sm90 invariant", Role.EVERY, supports, plan)

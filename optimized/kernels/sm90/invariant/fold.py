@@ -8,7 +8,7 @@ another one.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import LN_2, LOG2_E
+from ..common.config import LN_2, LOG2_E
 
 
 @gluon.jit

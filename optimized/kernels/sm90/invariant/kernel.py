@@ -7,11 +7,11 @@ query tile has all query heads of a KV head, so a decode reads its keys once.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import WARPGROUP_M
-from ..kernel import allocate, run_roles
-from ..producer import TmaTensor, produce_v
-from ..scheduler import BatchArgs
-from ..score import ScoreArgs, softmax_scale
+from ..common.config import WARPGROUP_M
+from ..common.score import ScoreArgs, softmax_scale
+from ..prefill.kernel import allocate, run_roles
+from ..prefill.producer import TmaTensor, produce_v
+from ..prefill.scheduler import BatchArgs
 from .consumer import consume_splits
 from .fold import fold, normalize_state
 from .producer import produce_q_and_k

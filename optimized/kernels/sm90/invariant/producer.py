@@ -7,18 +7,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ..config import BOX_COLUMNS, WARPGROUP_M, WORK_STAGES, count_q_stages, count_tokens
-from ..gluon_names import async_load, reinterpret
-from ..load_kv import load_k
-from ..pipeline import PipelineState
-from ..scheduler import (
+from ..common.config import (
+    BOX_COLUMNS,
+    WARPGROUP_M,
+    WORK_STAGES,
+    count_q_stages,
+    count_tokens,
+)
+from ..common.gluon_names import async_load, reinterpret
+from ..common.load_kv import load_k
+from ..common.pipeline import PipelineState
+from ..common.work_item import publish_end, publish_work
+from ..prefill.scheduler import (
     fetch_and_increment,
     find_request,
     first_lane,
     load_request,
     reset_counter,
 )
-from ..work_item import publish_end, publish_work
 from .scheduler import locate_split
 
 

@@ -7,9 +7,9 @@ all further splits as well. With one item per query tile, that item has all keys
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..scheduler import locate_work
-from ..tile_range import OwnTiles, first_kv_tile
-from ..work_item import WorkItem
+from ..common.tile_range import OwnTiles, first_kv_tile
+from ..common.work_item import WorkItem
+from ..prefill.scheduler import locate_work
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....launch.launcher import Launcher
+from ....runtime.launcher import Launcher
 from .combine import latent_combine_kernel
 
 FEW_ROWS = 256

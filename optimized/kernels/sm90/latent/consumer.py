@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..config import SWIZZLED
-from ..gluon_names import reinterpret
-from ..pipeline import PipelineState
+from ..common.config import SWIZZLED
+from ..common.gluon_names import reinterpret
+from ..common.pipeline import PipelineState
 from .config import BLOCK_M, BLOCK_N, HALF, ROPE_DIM, STAGES, acc_layout, qk_layout
 from .epilogue import store_half, store_lse, store_no_split, store_split
 from .schedule import locate_latent_item, next_unit

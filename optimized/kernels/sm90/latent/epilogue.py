@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import LN_2
+from ..common.config import LN_2
 from .config import BLOCK_M, HALF, RANK, acc_layout
 
 

@@ -5,6 +5,7 @@ of its keys. The family computes every request of a call, of any mixture of leng
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -14,13 +15,26 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .....contract.attention_options import AttentionOptions
-from ....launch.attention_call import AttentionCall
-from ....launch.chip import count_processors, is_hopper
-from ....launch.launcher import Launcher
-from ....launch.workspace import find_workspace
-from ..config import LOG2_E, SWIZZLED
-from ..plan import MAX_TENSOR_MAPS, Address
-from ..planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
+from ....runtime.attention_call import AttentionCall
+from ....runtime.chip import count_processors
+from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.family import (
+    ALWAYS,
+    EVERYTHING,
+    BatchLimits,
+    Estimate,
+    KernelFamily,
+    Role,
+    Task,
+    Warm,
+)
+from ....runtime.launcher import Launcher
+from ....runtime.workspace import find_workspace
+from ..common.chip import is_hopper
+from ..common.config import LOG2_E, SWIZZLED
+from ..common.plan import MAX_TENSOR_MAPS, Address
+from ..common.planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
+from ..common.warm import warm_every
 from .combination import Combination, lower_outputs
 from .combine import MAX_SEGMENTS
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
@@ -114,11 +128,20 @@ class LatentDecodePlan:
         rows = query.shape[0] * self.num_heads
         return max(rows, block_table.stride(0)) + BOX_MARGIN <= MAX_COORDINATE
 
-    def launch(self, call: AttentionCall) -> None:
+    def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
+        """Return ALWAYS: the kernel reads each latent once, as key and value."""
+        return ALWAYS
+
+    def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
+        """Yield one request of each number of tokens, and many requests."""
+        return warm_every(self, limits)
+
+    def launch(self, call: AttentionCall, task: Task = EVERYTHING) -> None:
         """Compute all requests, and clear the rows of no request.
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
+            task: not used.
         """
         query, key, _, block_table = call[:4]
         out, lse, starts, lengths = (
@@ -277,3 +300,6 @@ def _is_latent_decode(call: AttentionCall) -> bool:
     if query.shape[1] * call.out.stride(1) > MAX_COORDINATE:
         return False
     return bool(blocks * (key.stride(0) // stride) + BOX_MARGIN <= MAX_COORDINATE)
+
+
+FAMILY = KernelFamily("sm90 latent", Role.EVERY, supports, plan)

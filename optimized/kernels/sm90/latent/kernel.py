@@ -17,9 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from ..config import LINEAR, SWIZZLED
-from ..pipeline import Pipeline, allocate_barriers
-from ..producer import TmaTensor
+from ..common.config import LINEAR, SWIZZLED
+from ..common.pipeline import Pipeline, allocate_barriers
+from ..prefill.producer import TmaTensor
 from .config import (
     BLOCK_M,
     BLOCK_N,

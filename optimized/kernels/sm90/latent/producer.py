@@ -12,9 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from ..config import SWIZZLE_ROWS, SWIZZLED_32_BIT
-from ..gluon_names import async_load, reinterpret
-from ..pipeline import PipelineState
+from ..common.config import SWIZZLE_ROWS, SWIZZLED_32_BIT
+from ..common.gluon_names import async_load, reinterpret
+from ..common.pipeline import PipelineState
 from .config import (
     BLOCK_M,
     BLOCK_N,

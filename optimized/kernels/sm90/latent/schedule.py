@@ -2,8 +2,8 @@
 
 A unit is a row tile of a request: up to BLOCK_M of its rows (query tokens times heads), with all KV
 tiles of the request. The KV tiles of all units are concatenated, first those of row tile 0 of each
-request, and divided into segments, one per program. stream_k.py has the same partition for the
-portable kernels.
+request, and divided into segments, one per program. portable/stream_k.py has the same partition for
+the portable kernels.
 
 If all requests have equally many row tiles, each row tile is a partition with segments of its own.
 The programs of its segments then read the same KV tiles at the same time as those of the other row
@@ -137,7 +137,7 @@ def _measure_row_tile(batch, row_tile):
 
 @gluon.jit
 def _choose_length(total, num_units, longest, num_segments, min_tiles):
-    """Return how many tiles a segment has. stream_k.py explains `choose_length`."""
+    """Return how many tiles a segment has. portable/stream_k.py explains `choose_length`."""
     length = gl.maximum(_ceil_div(total, num_segments), min_tiles)
     per_unit = gl.maximum(longest, 1)
     whole_units = _ceil_div(length, per_unit) * per_unit

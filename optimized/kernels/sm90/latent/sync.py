@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..config import warp_layout
-from ..pipeline import ARRIVE_PTX, WAIT_PTX
+from ..common.config import warp_layout
+from ..common.pipeline import ARRIVE_PTX, WAIT_PTX
 
 # Triton numbers its own named barriers from 0, so the last 2 of 16 are taken.
 P_FULL = gl.constexpr(14)

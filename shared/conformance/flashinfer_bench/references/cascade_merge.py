@@ -26,7 +26,7 @@ def merge(
     sums = torch.stack([s_a, s_b]).double() * math.log(2)
     joint = torch.logsumexp(sums, 0)  # [seq_len, num_heads]
     # an empty set has the weight 0, also if both are empty
-    weights = torch.exp(sums - joint.masked_fill(joint == -math.inf, 0.0))
+    weights = torch.softmax(sums, 0).masked_fill(sums == -math.inf, 0.0)
     values = torch.stack([v_a, v_b]).double()
     values = values.masked_fill((weights == 0)[..., None], 0.0)
     output = (weights[..., None] * values).sum(0)

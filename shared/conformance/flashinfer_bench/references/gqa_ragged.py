@@ -43,8 +43,9 @@ def attend(
         scores = scores.masked_fill(masked, -math.inf)
         # turn scores into weights, and average the values
         row_lse = torch.logsumexp(scores, 2)  # [num_qo_heads, queries]
-        shift = row_lse.masked_fill(row_lse == -math.inf, 0.0)
-        weights = torch.exp(scores - shift[..., None])
+        # the softmax over no key is 0 / 0
+        is_empty = row_lse == -math.inf
+        weights = torch.softmax(scores, 2).masked_fill(is_empty[..., None], 0.0)
         output[rows] = torch.einsum("hqk,khd->qhd", weights, value).to(q.dtype)
         lse[rows] = (row_lse.T / math.log(2)).float()
     return output, lse

@@ -78,7 +78,7 @@ class FlashInfer(AttentionLibrary):
 
 
 def _flat_blocks(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """Return offsets of each request's blocks, all block ids, and tokens in each last block."""
+    """Return starts of each request's blocks, all block ids, and tokens in each last block."""
     workload = inputs.workload
     size = workload.block_size
     counts = [-(-kv // size) for kv in workload.kv_lens]

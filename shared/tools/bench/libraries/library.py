@@ -8,6 +8,7 @@ named in its note.
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -120,11 +121,24 @@ def why_no_modules(*names: str, install: str) -> str:
     if not has_module(library):
         return f"not installed (pip install {install})"
     try:
-        for each in names:
-            importlib.import_module(each)
+        with _without_warnings(library):
+            for each in names:
+                importlib.import_module(each)
     except Exception as error:  # a broken installation fails in many ways
         return library_error(library, error)
     return ""
+
+
+@contextmanager
+def _without_warnings(name: str) -> Iterator[None]:
+    """Drop the warnings of a library's import, which concern parts of it that are not timed."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def has_module(name: str) -> bool:

@@ -1,5 +1,6 @@
 """Registry: every attention library that the benchmark can call, ours first."""
 
+from ...bench_names import find_implementations
 from .flash_attention_3 import FlashAttention3
 from .flash_mla import FlashMLA
 from .flashinfer import FlashInfer
@@ -63,10 +64,5 @@ def choose_libraries(
     known = [each.name for each in libraries]
     chosen = {each for each in known if each.split("-")[0] == "ours"}
     for name in names:
-        found = [each for each in known if each == name or each.startswith(f"{name}-")]
-        if not found:
-            raise ValueError(
-                f"implementations = {name!r}: expected some of {', '.join(known)}, torch"
-            )
-        chosen.update(found)
+        chosen.update(find_implementations(name, known))
     return [each for each in libraries if not names or each.name in chosen]

@@ -26,6 +26,8 @@ def append_blocks(
 ) -> Tensor:
     """Append new blocks to the rows of a block table. Return the new lengths of the rows.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         block_table: [reqs, max_blocks] int32 block ids, modified in place.
         num_blocks: [reqs] int32 number of entries in use in each row. Only read.
@@ -157,7 +159,7 @@ PUZZLE = Puzzle(
     title="new blocks in the block table",
     page="concepts/block_table",
     template=TEMPLATE,
-    results={"num_blocks after": ("row",)},
+    results={"new lengths": ("row",)},
     modified={"block_table": ("row", "entry")},
     cases=cases,
     right=right,

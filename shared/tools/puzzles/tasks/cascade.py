@@ -1,5 +1,6 @@
 """Puzzle 10: cascade attention over a shared prefix."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,8 @@ def cascade(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return attention of one query per request to the shared prefix and to its own suffix.
+
+    The tensors may have any strides: they need not be contiguous.
 
     Args:
         query: [reqs, heads, head_size].
@@ -173,9 +176,13 @@ def empty_suffix_zero(**case: Any) -> tuple[Tensor, Tensor]:
     """Count an empty suffix as one with log-sum-exp 0."""
     prefix, prefix_lse, suffix, suffix_lse = parts(case)
     suffix_lse = suffix_lse.masked_fill(suffix_lse == -INF, 0.0)
-    lse = torch.logaddexp(prefix_lse, suffix_lse)
-    shares = torch.exp(prefix_lse - lse), torch.exp(suffix_lse - lse)
-    return shares[0][..., None] * prefix + shares[1][..., None] * suffix, lse
+    lses = torch.stack([prefix_lse, suffix_lse])
+    return weighted(prefix, suffix, lses.softmax(0)), lses.logsumexp(0)
+
+
+def weighted(prefix: Tensor, suffix: Tensor, shares: Tensor) -> Tensor:
+    """Return both results, each multiplied by its share."""
+    return shares[0][..., None] * prefix + shares[1][..., None] * suffix
 
 
 def added(**case: Any) -> tuple[Tensor, Tensor]:
@@ -205,17 +212,16 @@ def prefix_only(**case: Any) -> tuple[Tensor, Tensor]:
 def base_2(**case: Any) -> tuple[Tensor, Tensor]:
     """Take the log-sum-exps of the parts as logarithms to base 2."""
     prefix, prefix_lse, suffix, suffix_lse = parts(case)
-    lse = torch.logaddexp2(prefix_lse, suffix_lse)
-    shares = torch.exp2(prefix_lse - lse), torch.exp2(suffix_lse - lse)
-    return shares[0][..., None] * prefix + shares[1][..., None] * suffix, lse
+    lses = math.log(2) * torch.stack([prefix_lse, suffix_lse])
+    out = weighted(prefix, suffix, lses.softmax(0))
+    return out, lses.logsumexp(0) / math.log(2)
 
 
 def exchanged(**case: Any) -> tuple[Tensor, Tensor]:
     """Give the weight of the prefix to the suffix."""
     prefix, prefix_lse, suffix, suffix_lse = parts(case)
-    lse = torch.logaddexp(prefix_lse, suffix_lse)
-    shares = torch.exp(suffix_lse - lse), torch.exp(prefix_lse - lse)
-    return shares[0][..., None] * prefix + shares[1][..., None] * suffix, lse
+    lses = torch.stack([prefix_lse, suffix_lse])
+    return weighted(suffix, prefix, lses.softmax(0)), lses.logsumexp(0)
 
 
 def scaled(change: Any) -> Function:

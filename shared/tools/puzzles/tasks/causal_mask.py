@@ -70,6 +70,7 @@ PUZZLE = Puzzle(
     results={"mask": ("query", "key")},
     cases=cases,
     right=mask_of,
+    has_strides=False,
     hints=(
         Hint(
             "itself",

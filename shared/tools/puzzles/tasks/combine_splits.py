@@ -28,6 +28,8 @@ from torch import Tensor
 def combine_splits(outputs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Return attention over all keys, from the results over each split.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         outputs: [splits, tokens, heads, head_size] float32.
         lses: [splits, tokens, heads] natural logarithms. -inf means that the split has no

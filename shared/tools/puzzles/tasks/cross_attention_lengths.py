@@ -26,6 +26,8 @@ def cross_attention_lengths(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the lengths with which one step runs cross-attention.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         query_lens: [reqs] int32 new decoder tokens of each request.
         computed_lens: [reqs] int32 decoder tokens computed in earlier steps.

@@ -278,6 +278,7 @@ PUZZLE = Puzzle(
     results={"output": ("request", "head", "element")},
     cases=cases,
     right=right,
+    has_strides=False,
     hints=(
         Hint(
             "not_written",

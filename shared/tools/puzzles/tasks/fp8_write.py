@@ -26,6 +26,8 @@ def fp8_write(
 ) -> None:
     """Write the key of each new token to its slot, divided by the scale of its head.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         key: [tokens, kv_heads, head_size] float32, float16 or bfloat16.
         key_cache: [num_blocks, block_size, kv_heads, head_size] FP8 (float8_e4m3fn or

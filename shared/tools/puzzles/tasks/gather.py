@@ -27,6 +27,8 @@ def gather(
 ) -> tuple[Tensor, Tensor]:
     """Return the keys and values of one sequence, in order.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         key_cache: [num_blocks, block_size, kv_heads, head_size].
         value_cache: [num_blocks, block_size, kv_heads, head_size].

@@ -23,6 +23,8 @@ from torch import Tensor
 def gqa(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Return attention of all queries to all keys, without a mask.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         query: [tokens, query_heads, head_size].
         key: [keys, kv_heads, head_size]. query_heads is a multiple of kv_heads.

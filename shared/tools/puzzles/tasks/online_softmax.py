@@ -29,6 +29,8 @@ def online_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Return the values averaged by the softmax of their scores, and the log-sum-exp.
 
+    The tensors may have any strides: they need not be contiguous.
+
     Args:
         tiles: yields (scores [rows, keys], values [keys, head_size]) once per tile, float32.
             A score of -inf means that the row does not attend to the key. Scores can be
@@ -107,12 +109,16 @@ def exp_over(scores: Tensor, maxima: Tensor) -> Tensor:
     return torch.where(scores == -INF, 0.0, torch.exp(scores - maxima))
 
 
+def weigh(scores: Tensor) -> Tensor:
+    """Return softmax over all keys at once, 0 in rows that attend to no key."""
+    p = exp_over(scores, scores.amax(1, keepdim=True))
+    return p / p.sum(1, keepdim=True).clamp(min=1.0)
+
+
 def right(tiles: Any, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
     """Return softmax over all keys at once, in float64."""
     scores, values, _ = joined(tiles)
-    lse = scores.logsumexp(1)
-    out = exp_over(scores, lse[:, None]) @ values
-    return out.float(), lse.float()
+    return (weigh(scores) @ values).float(), scores.logsumexp(1).float()
 
 
 def rescaled(is_acc: bool, is_sum: bool) -> Function:
@@ -163,7 +169,7 @@ def base_2(tiles: Any, rows: int, head_size: int) -> tuple[Tensor, Tensor]:
     """Take the last logarithm to base 2."""
     scores, values, running = joined(tiles)
     total = exp_over(scores, running[:, -1:]).sum(1)
-    out = exp_over(scores, scores.logsumexp(1)[:, None]) @ values
+    out = weigh(scores) @ values
     return out.float(), (running[:, -1] + total.log2()).float()
 
 
@@ -179,7 +185,7 @@ def without_maximum(tiles: Any, rows: int, head_size: int) -> tuple[Tensor, Tens
     """Return the logarithm of the rescaled sum."""
     scores, values, running = joined(tiles)
     total = exp_over(scores, running[:, -1:]).sum(1)
-    out = exp_over(scores, scores.logsumexp(1)[:, None]) @ values
+    out = weigh(scores) @ values
     return out.float(), total.log().float()
 
 

@@ -71,11 +71,12 @@ PUZZLE = Puzzle(
     number=5,
     name="sliding_window",
     title="the mask of a sliding window",
-    page="concepts/paged_attention",
+    page="options",
     template=TEMPLATE,
     results={"mask": ("query", "key")},
     cases=cases,
     right=right,
+    has_strides=False,
     hints=(
         Hint(
             "window_too_wide",

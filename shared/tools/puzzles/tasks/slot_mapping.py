@@ -181,6 +181,7 @@ PUZZLE = Puzzle(
     results={"slots": ("token",)},
     cases=cases,
     right=right,
+    has_strides=False,
     hints=(
         Hint(
             "no_table",

@@ -1,0 +1,1 @@
+../../shared/package/bookkeeping.py

@@ -1,0 +1,220 @@
+"""What the pages show of a record, as rows: one function per program that writes records.
+
+The functions take a record's path, or a record that is one JSON object, and leave out what no page
+reads: samples of medians, laws that hold, seeds, logs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
+"""Statuses of a law that a page explains."""
+NO_OPERATION = "operations that are not declared"
+Row = dict[str, Any]
+
+
+def chosen(row: Row, fields: str) -> Row:
+    """Return some fields of a row, those that it has."""
+    return {name: row[name] for name in fields.split() if name in row}
+
+
+def lines_of(path: Path) -> list[Row]:
+    """Return the objects of a file with one per line."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def compared(path: Path) -> list[Row]:
+    """Return the comparisons of greedy tokens."""
+    fields = (
+        "device vllm torch model dtype ngram implementation backend other way graphs interleave"
+        " prompts equal_prompts tokens tokens_before_first_difference"
+        " margin_at_first_difference_max not_in_top logprob_difference_before_max"
+    )
+    rows = []
+    for each in lines_of(path):
+        if each["event"] == "compared":
+            rows.append({"dtype": "bfloat16"} | chosen(each, fields))
+    return rows
+
+
+def planted(path: Path) -> list[Row]:
+    """Return the runs with planted bugs, with what was found first, and those without one."""
+    fields = "vllm device kind backend graphs clean bug preemptions effect found"
+    rows = []
+    for each in lines_of(path):
+        row = {"vllm": "0.25.1"} | chosen(each, fields)
+        if row["bug"]:
+            row["found"] = row["found"][:1]
+            del row["preemptions"]
+        else:
+            row["checked"] = chosen(each["checked"], "steps writes rows blocks")
+        if not row["bug"] or "effect" in row:
+            rows.append(
+                {name: value for name, value in row.items() if value is not None}
+            )
+    return rows
+
+
+def serving(path: Path) -> list[Row]:
+    """Return the timed loads of two backends, and of one with and without the recorder.
+
+    A session is a model in a mode, and a row has all runs of a load of a backend. Loads without a
+    run of CUSTOM, or without one to compare with, are left out.
+    """
+    loads: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    for each in lines_of(path):
+        if each["event"] == "load" and each["run"] != "warm":
+            runs = loads.setdefault((each["model"], each["mode"], each["load"]), {})
+            runs.setdefault(each["backend"], []).append(each)
+    rows = []
+    for (model, mode, load), runs in loads.items():
+        theirs = [name for name in runs if name.startswith("FLASH_ATTN")][:1]
+        recorded = [name for name in runs if f"{name}+record" in runs]
+        both = [*recorded, *(f"{name}+record" for name in recorded)]
+        for compared, names in (
+            ("backends", theirs and ["CUSTOM", *theirs]),
+            ("recorder", both),
+        ):
+            for name in names if "CUSTOM" in runs else ():
+                row = {"compared": compared, "model": model, "mode": mode, "load": load}
+                row |= {"backend": name} | chosen(
+                    runs[name][0], "requests input output"
+                )
+                lists = ["output_tokens_per_s"]
+                if compared == "backends":
+                    lists += ["first_token_ms", "per_token_ms"]
+                row |= {each: [run[each] for run in runs[name]] for each in lists}
+                rows.append(row)
+    return rows
+
+
+def verdicts(path: Path) -> list[Row]:
+    """Return a row per adapter, and one per law that it breaks.
+
+    Of the laws with one explanation, the page shows the smallest case.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    run = chosen(record, "date commit device")
+    run["versions"] = {
+        name: record["versions"].get(name) for name in ("torch", "triton")
+    }
+    rows = []
+    for each in record["verdicts"]:
+        verdict = chosen(each, "adapter library ended why counts cases")
+        outside = [name for name in each["undeclared"] if name != NO_OPERATION]
+        verdict["undeclared"] = {name: each["undeclared"][name] for name in outside[:4]}
+        rows.append(verdict | run)
+        failed = [law for law in each["laws"] if law["status"] in FAILED]
+        shown = _smallest_cases(each["adapter"], failed)
+        for law in failed:
+            fields = "law status what where found right message"
+            if law["law"] in shown:
+                fields += " case"
+            rows.append({"adapter": each["adapter"]} | chosen(law, fields))
+    return rows
+
+
+def _smallest_cases(adapter: str, failed: list[Row]) -> set[str]:
+    """Return the laws with the smallest cases, one per explanation of failures of an adapter."""
+    from verdict_table import explains, explanations
+
+    found = set()
+    for each in explanations():
+        alike = [law for law in failed if explains(each, adapter, law)]
+        if alike:
+            found.add(min(alike, key=size_of_case)["law"])
+    return found
+
+
+def size_of_case(law: Row) -> tuple[bool, bool, int]:
+    """Return a sort key: laws whose input is a batch first, then by the length of the input."""
+    case = law.get("case", "")
+    return not case, not case.startswith("BatchPlan("), len(case)
+
+
+def bench(path: Path) -> list[Row]:
+    """Return the run of a benchmark with its machine, and a row per workload that was tried."""
+    record = json.loads(path.read_text(encoding="utf-8"))
+    machine = chosen(record["machine"], "device date commit versions")
+    machine["versions"] = chosen(machine["versions"], "torch triton")
+    run = chosen(record, "complete ended meaningless ceilings")
+    run |= {
+        "machine": machine,
+        "settings": chosen(record["settings"], "rounds repeats"),
+    }
+    run["published"] = record["published"] and chosen(record["published"], "source")
+    run["implementations"] = {
+        name: chosen(each, "missing")
+        for name, each in record["implementations"].items()
+    }
+    place = {"device": machine["device"], "began": machine["date"]}
+    fields = (
+        "name flops bytes floor_us floor_of best_peer ratio_to_best_peer published aim"
+    )
+    rows = [place | {"name": f"run {machine['date']}", "run": run}]
+    for each in record["workloads"]:
+        results = {
+            name: _result(name, entry)
+            for name, entry in each["results"].items()
+            if entry["status"] != "missing"
+        }
+        if each["results"]["ours"]["status"] != "not run":
+            rows.append(place | chosen(each, fields) | {"results": results})
+    return rows
+
+
+def bench_extended(path: Path) -> list[Row]:
+    """Return the rows of the extended suite, of which the page shows ratios and aims alone."""
+    rows = bench(path)
+    for row in rows[1:]:
+        for name in set(row) - {"device", "began", "name", "aim", "results"}:
+            del row[name]
+        row["results"]["ours"] = _aimed(row["results"]["ours"])
+    return rows
+
+
+def _aimed(ours: Row | str) -> Row | str:
+    """Return what the table of aims shows of this project's kernels."""
+    return (
+        ours
+        if isinstance(ours, str)
+        else chosen(ours, "status median_us kernels error")
+    )
+
+
+def _result(name: str, entry: Row) -> Row | float | str:
+    """Return what pages show of a library in one workload: only its time, or why there is none."""
+    if entry["status"] != "timed":
+        return f"{entry['status']}: {entry.get('reason', '')}"
+    fields = "status median_us"
+    if name == "ours":
+        fields += " quartiles_us host_us tflop_per_s share_of_ceiling kernels error"
+    elif entry.get("within_budget", True):
+        return float(entry["median_us"])
+    return chosen(entry, f"{fields} within_budget error")
+
+
+def ladder(record: Row) -> Row:
+    """Return what the pages of the ladder show of its run."""
+    run = chosen(
+        record, "date device commit torch triton sampled_tokens left_out workloads"
+    )
+    parts = {
+        "rungs": "name kind number title tried",
+        "results": "rung workload median_us failed",
+    }
+    run |= {
+        name: [chosen(row, fields) for row in record[name]]
+        for name, fields in parts.items()
+    }
+    return run | {"kernels": record["kernels"]}
+
+
+def parallel(record: Row) -> Row:
+    """Return the times of a run on several GPUs, without what its laws say."""
+    found = record["found"].items()
+    times = {
+        name: each for name, each in found if name.startswith(("decode-", "prefill-"))
+    }
+    return record | {"found": times}

@@ -1,0 +1,1 @@
+"""Dispatch: one pipeline from an attention call to its launches, and the choice of kernels."""

@@ -1,0 +1,55 @@
+"""Validation of calls: their arguments, in the order of the functions that validate them."""
+
+from ...validation import check_encoder_attention, check_paged_attention
+from ...validation.cascade import check_cascade
+from ..runtime.attention_call import AttentionCall
+
+
+def check_paged_call(call: AttentionCall, prefix_len: int, contents: bool) -> None:
+    """Raise if a call of `paged_attention` is wrong; validate contents too if `contents` is True.
+
+    Args:
+        prefix_len: not used.
+    """
+    (
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, scale,
+        out, lse, options,
+    ) = call  # fmt: skip
+    assert block_table is not None
+    check_paged_attention(
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
+        out, lse, options, contents=contents, scale=scale,
+    )  # fmt: skip
+
+
+def check_encoder_call(call: AttentionCall, prefix_len: int, contents: bool) -> None:
+    """Raise if a call of `encoder_attention` is wrong; validate contents too if it is given True.
+
+    Args:
+        prefix_len: not used.
+    """
+    (
+        query, key, value, _, starts, lengths, max_query_len, max_key_len, scale,
+        out, lse, options,
+    ) = call  # fmt: skip
+    check_encoder_attention(
+        query, key, value, starts, lengths, max_query_len, max_key_len, out, lse,
+        options, contents=contents, scale=scale,
+    )  # fmt: skip
+
+
+def check_cascade_call(call: AttentionCall, prefix_len: int, contents: bool) -> None:
+    """Raise if a call of `cascade_attention` is wrong; validate contents too if it is given True.
+
+    Args:
+        prefix_len: keys that all sequences begin with.
+    """
+    (
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, scale,
+        out, lse, options,
+    ) = call  # fmt: skip
+    assert block_table is not None
+    check_cascade(
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
+        prefix_len, out, lse, options, contents, scale,
+    )  # fmt: skip

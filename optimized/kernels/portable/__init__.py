@@ -1,0 +1,1 @@
+"""The attention kernels in Triton for any CUDA device."""

@@ -1,0 +1,1 @@
+"""Host code of the portable kernels: family, launches, tiles."""

@@ -1,0 +1,271 @@
+"""Launches of the portable kernels: which kernel a batch gets, and over how many programs.
+
+The tiles are those of the call's signature, see make_launches.py. A kernel depends on bounds of the
+batch too, such as the number of requests. Its launcher is made when a batch first needs it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ....runtime.launcher import INTERPRETED, Launcher, next_power_of_2
+from ..append import append_kernel
+from ..arguments import Config, ShortDecode, StreamK, Tensors
+from ..decode import decode_kernel
+from ..short_decode import short_decode_kernel
+from .make_launcher import lower_call, make_launcher
+from .tuning import MIN_SEGMENT, PROGRAMS, Tiles, split_short_decodes
+
+REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
+"""Requests whose tiles a decode program counts at once: for a small batch, the lanes of a warp."""
+BRIEF = 2048
+"""Keys of sequences that are so short that the size of the kernel's code matters."""
+COMBINED_AT_ONCE = 8192
+"""Numbers of partial results that a program holds while it combines them: with 4 warps, 64
+registers of each thread."""
+
+
+class DecodeKernel(NamedTuple):
+    """A decode kernel with the arguments of the portable one, and its tiles."""
+
+    kernel: Any
+    tiles: Tiles
+
+
+@dataclass
+class Launches:
+    """The kernels of a call's signature, and how a batch is split for them.
+
+    Args:
+        fixed: arguments of all launches, by name.
+        config: constants of all launches; those of tiles are the prefill's.
+        decode_tiles, small_batch_tiles: tiles of decodes, and of decodes too few to fill the chip.
+        row_tiles: tiles of split requests of any number of rows, fewest rows first.
+        decodes: launches of the decode kernel, made when they are first needed.
+        short_decodes: launches of the kernel for short decodes, as well.
+        appends: launches of the kernels for split requests of any number of rows, as well.
+        prefills: launches for all other requests: one program per query tile, and one per split
+            of its keys. The second one is launched only for batch-invariant rows.
+        group_size: query heads per kv head.
+        kv_heads, value_size: of the cache.
+        has_decode: whether the decode kernel is used: the rows of one token fit its tile, and rows
+            need not be batch-invariant.
+        short_rows: rows of a decode request, at most; 0 if the decode kernel is not used.
+        block_m: rows of a prefill tile.
+        split_size: keys per split of batch-invariant rows; 0 if rows are not split.
+        max_visible_keys: Optional. Keys that the rows of a decode request attend to, at most. If
+            None, the options do not limit them.
+        masks_all_tiles: whether a decode masks every KV tile.
+        full_reqs: fewer requests than that are a small batch, which does not fill the chip.
+        processors: multiprocessors of the chip.
+    """
+
+    fixed: dict[str, Any]
+    config: Config
+    decode_tiles: Tiles
+    small_batch_tiles: Tiles
+    row_tiles: tuple[Tiles, ...]
+    prefills: tuple[Launcher, Launcher]
+    group_size: int
+    kv_heads: int
+    value_size: int
+    has_decode: bool
+    short_rows: int
+    block_m: int
+    split_size: int
+    max_visible_keys: int | None
+    masks_all_tiles: bool
+    full_reqs: int
+    processors: int
+    decodes: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
+        default_factory=dict
+    )
+    short_decodes: dict[int, Launcher] = field(default_factory=dict)
+    appends: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
+        default_factory=dict
+    )
+
+    def bound_keys(self, max_key_len: int, block_n: int) -> int:
+        """Return an upper bound of the keys in the KV tiles of a decode request.
+
+        Args:
+            max_key_len: of the call.
+            block_n: keys of a KV tile.
+        """
+        if self.max_visible_keys is None:
+            return max_key_len
+        # a window may begin anywhere within its first tile
+        return min(max_key_len, self.max_visible_keys + block_n)
+
+    def decode(
+        self,
+        num_reqs: int,
+        partial_rows: int,
+        max_query_len: int,
+        max_key_len: int,
+        other: DecodeKernel | None = None,
+    ) -> tuple[Launcher, int, int]:
+        """Return the launch of the decode kernel, the keys of its tiles, and its most segments.
+
+        Args:
+            num_reqs, max_query_len, max_key_len: bounds of the batch.
+            partial_rows: rows of a request, at most.
+            other: Optional. A kernel with the same arguments in place of the portable one.
+        """
+        combine_rows = next_power_of_2(max(partial_rows, 1))
+        per_pass = _reqs_per_pass(num_reqs)
+        is_small_batch = num_reqs < self.full_reqs
+        # the code of a second loop costs short sequences more than the masks of one
+        masks_all_tiles = (
+            self.masks_all_tiles
+            or other is not None
+            or max_query_len > 1
+            or max_key_len <= BRIEF
+        )
+        has_many_reqs = num_reqs > per_pass
+        key = (
+            combine_rows, per_pass, has_many_reqs, is_small_batch, masks_all_tiles,
+            id(other),
+        )  # fmt: skip
+        known = self.decodes.get(key)
+        if known is None:
+            kernel = decode_kernel
+            tiles = self.small_batch_tiles if is_small_batch else self.decode_tiles
+            programs = self.processors * (1 if is_small_batch else PROGRAMS)
+            if other is not None:
+                kernel, tiles = other
+                programs = self.processors * PROGRAMS
+            numbers = combine_rows * self.config.BLOCK_DV
+            config = self.config._replace(
+                BLOCK_M=self.short_rows,
+                BLOCK_N=tiles.block_n,
+                PIN_FP8_V=True,
+                CLEAR_PADDING=True,
+                MASK_ALL_TILES=masks_all_tiles,
+            )
+            plan = StreamK(
+                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
+                QUERY_TILES=False,
+                REQS_PER_PASS=per_pass,
+                MANY_REQS=has_many_reqs,
+                COMBINE_ROWS=combine_rows,
+                COMBINE_SPLITS=_splits_at_once(numbers),
+            )
+            launcher = make_launcher(
+                kernel, self.fixed, tiles, config=config, plan=plan
+            )
+            known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
+            self.decodes[key] = known
+        return known
+
+    def is_short(self, num_reqs: int, max_key_len: int) -> bool:
+        """Return whether a batch is one of few decodes, see `split_short_decodes`."""
+        return self.short_splits(num_reqs, max_key_len) > 0
+
+    def short_splits(self, num_reqs: int, max_key_len: int) -> int:
+        """Return the programs per request and kv head of the kernel for few decodes; 0 for others.
+
+        Args:
+            num_reqs, max_key_len: bounds of the batch.
+        """
+        block_n = self.small_batch_tiles.block_n
+        num_tiles = -(-self.bound_keys(max_key_len, block_n) // block_n)
+        # two programs share an SM if they have the tiles of large batches
+        has_two = self.small_batch_tiles == self.decode_tiles
+        resident = self.processors * (PROGRAMS if has_two else 1)
+        return split_short_decodes(
+            num_reqs, self.kv_heads, num_tiles, block_n, self.processors, resident
+        )
+
+    def short_decode(self, partial_rows: int) -> Launcher:
+        """Return the launch of the kernel for few decodes.
+
+        Args:
+            partial_rows: rows of a request, at most.
+        """
+        combine_rows = next_power_of_2(max(partial_rows, 1))
+        launcher = self.short_decodes.get(combine_rows)
+        if launcher is None:
+            tiles, numbers = self.small_batch_tiles, combine_rows * self.config.BLOCK_DV
+            config = self.config._replace(
+                BLOCK_M=self.short_rows,
+                BLOCK_N=tiles.block_n,
+                PIN_FP8_V=True,
+                CLEAR_PADDING=True,
+                MASK_ALL_TILES=True,
+            )
+            plan = ShortDecode(
+                COMBINE_ROWS=combine_rows,
+                COMBINE_SPLITS=_splits_at_once(numbers),
+            )
+            launcher = make_launcher(
+                short_decode_kernel, self.fixed, tiles, config=config, plan=plan
+            )
+            self.short_decodes[combine_rows] = launcher
+        return launcher
+
+    def append(
+        self,
+        num_reqs: int,
+        block_m: int,
+        kernel: Any = append_kernel,
+        lower: Any = None,
+        tensors: Any = Tensors,
+        is_dependent: bool = False,
+        tiles: Tiles | None = None,
+    ) -> tuple[Launcher, int, int]:
+        """Return the launch of a kernel for split requests of any number of rows.
+
+        Args:
+            num_reqs: requests of the batch.
+            block_m: rows of a query tile, those of one of `row_tiles`.
+            kernel: `append_kernel`, or one with its constants.
+            lower: Optional. Converts the tensors of a launch to the kernel's. If None, those of a
+                call to paged attention.
+            tensors: NamedTuple in which the kernel takes its pointers.
+            is_dependent: as in `Launcher`. The kernel has a constant IS_DEPENDENT then.
+            tiles: Optional. Tiles of `block_m` rows. If None, those of `row_tiles`.
+
+        Returns:
+            the launcher, the keys of a tile, and the most segments.
+        """
+        per_pass = _reqs_per_pass(num_reqs)
+        key = (block_m, per_pass, num_reqs > per_pass, is_dependent, tiles)
+        known = self.appends.get(key)
+        if known is None:
+            if tiles is None:
+                tiles = next(each for each in self.row_tiles if each.block_m == block_m)
+            rows = min(16, block_m)
+            config = self.config._replace(
+                BLOCK_M=block_m,
+                BLOCK_N=tiles.block_n,
+                PIN_FP8_V=block_m < 64,
+                CLEAR_PADDING=True,
+                # the products of few rows take less time than the keys, masked or not
+                MASK_ALL_TILES=self.masks_all_tiles or block_m < 64,
+            )
+            plan = StreamK(
+                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
+                QUERY_TILES=True,
+                REQS_PER_PASS=per_pass,
+                MANY_REQS=num_reqs > per_pass,
+                COMBINE_ROWS=rows,
+                COMBINE_SPLITS=_splits_at_once(rows * config.BLOCK_DV),
+            )
+            launcher = make_launcher(
+                kernel, self.fixed, tiles, (lower or lower_call, tensors),
+                is_dependent, config=config, plan=plan, IS_DEPENDENT=is_dependent,
+            )  # fmt: skip
+            programs = self.processors * (PROGRAMS if tiles.num_warps <= 4 else 1)
+            known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
+            self.appends[key] = known
+        return known
+
+
+def _reqs_per_pass(num_reqs: int) -> int:
+    """Return how many requests a program counts at once."""
+    return next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
+
+
+def _splits_at_once(numbers: int) -> int:
+    """Return how many partial results of so many numbers each are combined at once."""
+    return max(1, min(8, COMBINED_AT_ONCE // numbers))

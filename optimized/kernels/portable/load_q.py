@@ -1,0 +1,108 @@
+"""Loading of query tiles: the rows of a tile, and their queries.
+
+A row is one query head of one new token. The rows of one kv head of a request are numbered token by
+token, and head by head within a token, so that keys and values are read once for all query heads
+that share them.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..fp8 import load_scale
+
+
+class QueryRows(NamedTuple):
+    """The rows of a query tile.
+
+    Args:
+        query_len: new tokens of the request.
+        first_row: first row of the tile.
+        num_rows: rows of the request.
+        token: [BLOCK_M] index in the request.
+        token_index: [BLOCK_M] index in the batch.
+        head: [BLOCK_M] query head.
+        is_row: [BLOCK_M] whether the row exists.
+    """
+
+    query_len: Any
+    first_row: Any
+    num_rows: Any
+    token: Any
+    token_index: Any
+    head: Any
+    is_row: Any
+
+
+@triton.jit
+def find_queries(query_start_loc, req):
+    """Return a request's first token in the batch, and how many it has."""
+    start = tl.load(query_start_loc + req)
+    return start, tl.load(query_start_loc + req + 1) - start
+
+
+@triton.jit
+def find_rows(start, query_len, first_row, kv_head, config: tl.constexpr):
+    """Return the rows of a query tile.
+
+    Args:
+        start: index of the request's first token in the batch.
+    """
+    in_tile = tl.arange(0, config.BLOCK_M)
+    return number_rows(start, query_len, first_row, in_tile, kv_head, config)
+
+
+@triton.jit
+def number_rows(start, query_len, first_row, in_tile, kv_head, config: tl.constexpr):
+    """Return rows of a query tile.
+
+    Args:
+        start: index of the request's first token in the batch.
+        in_tile: their indices in the tile.
+    """
+    row = first_row + in_tile
+    token = row // config.GROUP_SIZE
+    head = kv_head * config.GROUP_SIZE + row % config.GROUP_SIZE
+    num_rows = query_len * config.GROUP_SIZE
+    is_row = row < num_rows
+    return QueryRows(query_len, first_row, num_rows, token, start + token, head, is_row)
+
+
+@triton.jit
+def load_q(call, rows, kv_head, config: tl.constexpr):
+    """Return the queries of a tile, [BLOCK_M, BLOCK_D], and the scale of their dot products.
+
+    The scale is a number; with FP8 keys that are decoded to float16 it is [BLOCK_M, 1].
+    """
+    strides = call.strides
+    d = tl.arange(0, config.BLOCK_D)
+    q = tl.load(
+        call.tensors.q
+        + (rows.token_index.to(tl.int64) * strides.q_token)[:, None]
+        + (rows.head.to(tl.int64) * strides.q_head)[:, None]
+        + (d * strides.q_element)[None, :],
+        mask=rows.is_row[:, None] & (d < config.HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    if config.UPCAST:
+        q = q.to(tl.float32)
+    qk_scale = call.scale
+    if config.CACHE_FP8:
+        k_scale = call.option_tensors.k_scale
+        qk_scale *= load_scale(k_scale, call.scale_strides.k, kv_head, True)
+        if config.NATIVE_FP8 and q.dtype != tl.float32:
+            q, power = fit_float16(q)
+            qk_scale = (qk_scale * power)[:, None]
+    return q, qk_scale
+
+
+@triton.jit
+def fit_float16(q):
+    """Return queries in float16, and the power of two by which each row was divided to fit it.
+
+    FP8 keys are exact in float16. A product with bfloat16 queries would round them.
+    """
+    largest = tl.max(tl.abs(q.to(tl.float32)), 1)  # [BLOCK_M]
+    power = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 2.0**-100))))
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power

@@ -1,0 +1,1 @@
+"""What the kernel families for Hopper GPUs have in common."""

@@ -1,0 +1,157 @@
+"""Epilogue of the Hopper prefill kernel: normalize a warpgroup's rows and store them."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from ..common.config import (
+    LN_2,
+    LOG2_E,
+    acc_columns,
+    acc_layout,
+    count_tokens,
+    has_unused_rows,
+)
+from ..common.gluon_names import async_store
+from ..common.softmax import rescale
+
+
+class OutputArgs(NamedTuple):
+    """The output and its log-sum-exp, as the kernel's arguments describe them.
+
+    Args:
+        plane: `TmaTensor` of the output.
+        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
+        lse: [heads, tokens], or None.
+        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
+    """
+
+    plane: Any
+    out: Any
+    lse: Any
+    out_stride_token: Any
+    out_stride_head: Any
+    lse_stride_token: Any
+    lse_stride_head: Any
+
+
+@gluon.jit
+def normalize(acc, m_i, l_i, scale_log2, sink):
+    """Return the output rows and their log-sum-exp.
+
+    A row without a visible key has the sum 0. Its output is 0 and its log-sum-exp -inf, or the
+    sink.
+
+    Args:
+        acc: [WARPGROUP_M, columns] of each part of `acc_columns`.
+        m_i: [WARPGROUP_M] running maximum before the scale.
+        l_i: [WARPGROUP_M, 4] running sum, one share per thread of a row.
+        scale_log2: the scale times log2(e).
+        sink: Optional. A score without a value, or one per row. If None, there is none.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout(acc[0].shape[1]))
+    divisor = gl.convert_layout(gl.sum(l_i, 1), ROWS)  # [WARPGROUP_M]
+    if sink is not None:
+        m_i = gl.convert_layout(m_i, ROWS) * scale_log2  # [WARPGROUP_M]
+        m_new = gl.maximum(m_i, sink * LOG2_E)
+        # without a visible key, and with a sink of -inf, both are -inf
+        shift = gl.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = gl.exp2(m_i - shift)
+        divisor = divisor * alpha + gl.exp2(sink * LOG2_E - shift)
+        divisor = gl.where(divisor > 0, divisor, 1.0)
+        return rescale(acc, alpha / divisor), (m_new + gl.log2(divisor)) * LN_2
+    divisor = gl.where(divisor > 0, divisor, 1.0)
+    acc = rescale(acc, 1.0 / divisor)
+    lse = gl.convert_layout(m_i, ROWS) * scale_log2  # [WARPGROUP_M]
+    lse = (lse + gl.log2(divisor)) * LN_2
+    return acc, lse
+
+
+@gluon.jit
+def store_tile(
+    output,
+    q,
+    staging,
+    acc,
+    lse,
+    work,
+    token,
+    head,
+    column,
+    config: gl.constexpr,
+    CONSUMER: gl.constexpr,
+):
+    """Store a warpgroup's rows: a whole tile by TMA, the end of a request row by row.
+
+    Without a dimension of heads in the tensor map, padded heads are stored row by row, because TMA
+    would overwrite the next head. So are outputs of float32, which do not fit the query tile.
+
+    Args:
+        output: `OutputArgs`.
+        q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
+        staging: the same memory in the shape of a TMA box of the output.
+        acc: [WARPGROUP_M, columns] of each part of `acc_columns`, normalized rows.
+        lse: [WARPGROUP_M].
+        work: `WorkItem`.
+        token, head: what `find_rows` returns.
+        column: [columns] of each part, indices of the columns.
+    """
+    dtype: gl.constexpr = output.out.dtype.element_ty
+    TOKENS: gl.constexpr = count_tokens(config)
+    FIRST_TOKEN: gl.constexpr = CONSUMER * TOKENS
+    num_queries = work.seq_len - work.position
+    is_row = token < num_queries  # [WARPGROUP_M]
+    if has_unused_rows(config):
+        is_row = token < gl.minimum(num_queries, FIRST_TOKEN + TOKENS)
+    is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
+    PARTS: gl.constexpr = acc_columns(config)
+    HAS_HEADS: gl.constexpr = len(output.plane.desc.block_type.shape) == 3
+    if (config.HEAD_SIZE < config.HEAD_DIM and not HAS_HEADS) or dtype != q.dtype:
+        is_whole = False
+    if is_whole:
+        for i in gl.static_range(len(acc)):
+            part = q.slice(PARTS[i][0], PARTS[i][1], 1)
+            part.store(acc[i].to(q.dtype))
+        fence_async_shared()
+        if HAS_HEADS:
+            async_store(
+                output.plane.desc,
+                [work.query_start + FIRST_TOKEN, work.head * config.GROUP, 0],
+                staging,
+            )
+        else:
+            async_store(
+                output.plane.desc,
+                [
+                    work.query_start + FIRST_TOKEN + head * output.plane.head_rows,
+                    head * output.plane.head_columns,
+                ],
+                staging,
+            )
+    else:
+        offset = (work.query_start + token).to(gl.int64) * output.out_stride_token
+        offset += head.to(gl.int64) * output.out_stride_head  # [WARPGROUP_M]
+        for i in gl.static_range(len(acc)):
+            _store_columns(
+                output.out, acc[i].to(dtype), offset, column[i], is_row, config
+            )
+    if output.lse is not None:
+        offset = (work.query_start + token).to(gl.int64) * output.lse_stride_token
+        offset += head.to(gl.int64) * output.lse_stride_head
+        gl.store(output.lse + offset, lse, mask=is_row)
+
+
+@gluon.jit
+def _store_columns(out, acc, offset, column, is_row, config: gl.constexpr):
+    """Store the columns of one part of the accumulator, row by row."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    first = gl.expand_dims(gl.convert_layout(offset, ROWS), 1)
+    mask = gl.expand_dims(gl.convert_layout(is_row, ROWS), 1)
+    is_column = column >= 0
+    if config.HEAD_SIZE < config.HEAD_DIM:
+        is_column = column < config.HEAD_SIZE
+    # rows begin at a multiple of 16 bytes
+    address = gl.multiple_of(out + first + gl.expand_dims(column, 0), [1, 16])
+    gl.store(address, acc, mask=mask & gl.expand_dims(is_column, 0))

@@ -1,0 +1,138 @@
+"""Kernel family of Hopper chips (compute capability 9.0): supported calls, and their plans.
+
+A launch plan holds what follows from a call's dtypes, shapes and strides. It is made once per call
+signature.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from ....runtime.attention_call import AttentionCall
+from ....runtime.family import KernelFamily, Role
+from ..common.chip import is_hopper
+from ..common.config import (
+    BOX_COLUMNS,
+    WARPGROUP_M,
+    Config,
+    choose_block_n,
+    choose_consumers,
+    choose_group,
+    choose_stages,
+    pad_head_size,
+)
+from ..common.plan import Box
+from ..common.planes import TAIL_DIMS, find_planes
+from .packed import plan_packed
+from .plan import PrefillPlan
+
+
+def supports(call: AttentionCall) -> bool:
+    """Return whether the kernel computes long requests of calls with this signature.
+
+    The kernel is not batch-invariant: it and the portable decode kernel add up in different
+    orders. `invariant/` has kernels for such calls.
+    """
+    return (
+        is_hopper(call.query.device)
+        and not call.options.batch_invariant
+        and find_planes(call) is not None
+    )
+
+
+def plan(call: AttentionCall) -> PrefillPlan:
+    """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Raises:
+        NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
+    """
+    planes = find_planes(call)
+    if planes is None:
+        raise NotImplementedError(
+            "the Hopper prefill kernel does not support this call: expected one for which"
+            " supports(call) is True; use the portable kernel"
+        )
+    q_plane, k_plane, v_plane, out_plane = planes
+    config = _make_config(call)
+    boxes = _choose_boxes(call, config)
+    if len(boxes[1]) == 3:
+        # the map of keys or values has the rows of one head
+        k_plane, v_plane = (each._replace(head_rows=0) for each in (k_plane, v_plane))
+    num_heads = call.query.shape[1]
+    made = PrefillPlan(
+        dtype=call.query.dtype,
+        planes=planes,
+        boxes=boxes,
+        tokens=call.query.shape[0],
+        keys=call.key.shape[0],
+        num_heads=num_heads,
+        group_size=num_heads // call.key.shape[-2],
+        tile_rows=WARPGROUP_M.value * config.CONSUMERS,
+        strides=(
+            *q_plane[4:],
+            *k_plane[3:],
+            *v_plane[3:],
+            *out_plane[4:],
+            *call.out.stride()[:2],
+        ),
+        constants={"config": config},
+    )
+    if _has_step_of_heads(call, config):
+        made.packed = plan_packed(made)
+    return made
+
+
+def _make_config(call: AttentionCall) -> Config:
+    """Return the kernel's constants."""
+    options: Any = call.options
+    head_size = call.value.shape[-1]
+    head_dim = pad_head_size(head_size)
+    window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
+    block_n = choose_block_n(head_dim, window, chunk_size)
+    config = Config(
+        HEAD_SIZE=head_size,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=0 if call.block_table is None else call.key.shape[1],
+        BLOCK_N=block_n,
+        STAGES=choose_stages(head_dim, block_n),
+        CAUSAL=options.causal,
+        WINDOW=window,
+        CHUNK_SIZE=chunk_size,
+        SOFT_CAP=float(options.logits_soft_cap or 0.0),
+        # a log-sum-exp is float32, and its budget is smaller
+        FAST_TANH=options.logits_soft_cap is not None
+        and call.query.dtype == torch.bfloat16
+        and call.lse is None,
+        TAIL_DIM=TAIL_DIMS.get((call.query.shape[-1], head_size), 0),
+        CONSUMERS=choose_consumers(head_size, options.batch_invariant),
+    )
+    if not _has_step_of_heads(call, config):
+        return config
+    group_size = call.query.shape[1] // call.key.shape[-2]
+    return config._replace(GROUP=choose_group(group_size))
+
+
+def _choose_boxes(call: AttentionCall, config: Config) -> tuple[Box, Box, Box, Box]:
+    """Return the TMA boxes of queries, keys, values and the output."""
+    rows, columns = WARPGROUP_M.value, BOX_COLUMNS.value
+    is_padded = config.HEAD_SIZE < config.HEAD_DIM
+    out_box: Box = (rows, config.HEAD_DIM)
+    if _has_step_of_heads(call, config) and (config.GROUP > 1 or is_padded):
+        out_box = (rows // config.GROUP, config.GROUP, config.HEAD_DIM)
+    q_box = (rows, columns) if config.TAIL_DIM else out_box
+    # a box has at least 16 rows and does not cross a block
+    kv_rows = math.gcd(config.BLOCK_SIZE, config.BLOCK_N)
+    kv_box: Box = (kv_rows, columns)
+    head_strides = call.key.stride(-2), call.value.stride(-2)
+    if is_padded and not config.TAIL_DIM and min(head_strides) > 0:
+        kv_box = (kv_rows, 1, columns)
+    return q_box, kv_box, kv_box, out_box
+
+
+def _has_step_of_heads(call: AttentionCall, config: Config) -> bool:
+    """Return whether queries may have boxes of tokens, heads and columns."""
+    return not config.TAIL_DIM and call.query.stride(1) > 0
+
+
+FAMILY = KernelFamily("sm90 prefill", Role.PREFILL, supports, plan)

@@ -1,0 +1,140 @@
+"""Launch plan of the Hopper prefill kernel."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from torch import Tensor
+
+from ....runtime.attention_call import AttentionCall
+from ....runtime.chip import count_processors
+from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.family import BatchLimits, Estimate, Task, Warm
+from ....runtime.launcher import Launcher
+from ....runtime.workspace import find_workspace
+from ..common.config import LOG2_E, WARPGROUP_M
+from ..common.plan import Sm90Plan
+from .cost import estimate_hopper_prefill
+from .kernel import prefill_kernel
+
+
+@dataclass
+class PrefillPlan(Sm90Plan):
+    """Launches of the Hopper prefill kernel for all calls with one signature.
+
+    Args:
+        strides: the kernel's arguments from `q_head_rows` to `out_stride_head`.
+        packed: Optional. The plan for short requests, whose tiles have all query heads of a KV
+            head (`PackedPlan`). If None, this plan computes all calls.
+        is_usable: whether a launch has not found that this version of Triton cannot make it.
+    """
+
+    packed: "PrefillPlan | None" = None
+    is_usable: bool = True
+
+    def __post_init__(self) -> None:
+        """Create the launcher."""
+        self.launcher = Launcher(
+            prefill_kernel, self.lower, self.constants, num_warps=4, num_stages=1
+        )
+
+    @property
+    def clears_padding(self) -> bool:
+        """Whether `launch_prefill` without short rows clears the rows of no request."""
+        return self.config.TAIL_DIM == 0
+
+    def is_chosen(self, max_query_len: int) -> bool:
+        """Return whether this plan computes requests of at most so many tokens."""
+        return True
+
+    def prefill_lens(self, least: int, most: int) -> list[int]:
+        """Return longest requests of `least` to `most` tokens, each with another kernel."""
+        if self.packed is None:
+            return [most]
+        is_chosen = self.packed.is_chosen
+        of_most = is_chosen(most)
+        others = (
+            length for length in range(least, most) if is_chosen(length) != of_most
+        )
+        return [*islice(others, 1), most]
+
+    def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
+        """Return the time of a prefill."""
+        has_packed = self.packed is not None
+        return Estimate(estimate_hopper_prefill(layer, batch, has_packed))
+
+    def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
+        """Yield a batch for each kernel: the query tile follows from the longest request."""
+        if limits.max_query_len * self.group_size <= limits.short_rows:
+            return
+        task, keys = Task(limits.short_rows), limits.max_key_len
+        least = limits.short_rows // self.group_size + 1
+        for query_len in self.prefill_lens(least, limits.max_query_len):
+            yield Warm(type(self).__name__, 1, query_len, keys, task)
+
+    def launch(self, call: AttentionCall, task: Task) -> None:
+        """Compute all requests of more than `task.short_rows` rows."""
+        self.launch_prefill(call, task.short_rows)
+
+    def launch_prefill(
+        self,
+        call: AttentionCall,
+        short_rows: int,
+        scales: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> None:
+        """Compute all requests of more than `short_rows` rows (queries times group size).
+
+        The outputs of the other requests are not written. A query without a visible key gets the
+        output 0 and the log-sum-exp -inf.
+
+        Args:
+            call: one that the plan takes; its `out` and `lse` are modified in place.
+            short_rows: rows of the largest request that the decode kernel computes. If 0, there is
+                no decode launch, and the rows of no request are cleared if `clears_padding`.
+            scales: Optional. [num_heads] float32 factors of the keys, and of the values, of each
+                query head, the same for those of a KV head: both or none in all launches of a
+                plan. If None, they are 1.
+        """
+        query, block_table = call.query, call.block_table
+        out, lse, sinks = call.out, call.lse, call.options.sinks
+        if call.max_query_len * self.group_size <= short_rows:
+            return
+        packed = self.packed
+        if packed is not None and packed.is_chosen(call.max_query_len):
+            packed.launch_prefill(call, short_rows, scales)
+            if packed.is_usable:
+                return
+            self.packed = None
+        num_reqs = call.query_start_loc.shape[0] - 1
+        # a request has at most the tiles that its tokens fill, and one that is not full
+        group = self.config.GROUP
+        num_heads = self.num_heads // group
+        tile_tokens = self.config.CONSUMERS * (WARPGROUP_M.value // group)
+        num_items = (query.shape[0] // tile_tokens + num_reqs) * num_heads
+        grid = (min(num_items, count_processors(query.device)), 1, 1)
+        work_counter = find_workspace(query.device, 2, 0)[0]
+        starts = call.query_start_loc
+        others = (out, lse, block_table, starts, call.lengths, work_counter)
+        # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
+        numbers = (
+            num_reqs,
+            num_heads,
+            self.group_size // group,
+            short_rows // group,
+            *self.strides,
+            *((0, 0) if lse is None else lse.stride()),
+            0 if block_table is None else block_table.stride(0),
+            query.shape[0] if self.clears_padding and not short_rows else 0,
+        )
+        self.launch_with_maps(
+            call,
+            grid,
+            others,
+            (
+                None if sinks is None else sinks.contiguous(),
+                *scales,
+                call.scale * LOG2_E.value,
+            ),
+            numbers,
+            may_be_converted=True,
+        )

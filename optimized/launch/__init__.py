@@ -1,1 +1,0 @@
-"""The host side of kernel launches: dispatch, plans, tuning tables, workspace."""

@@ -1,0 +1,1 @@
+"""Kernels of parallel steps: exchange and combination of partial results."""

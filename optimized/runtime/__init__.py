@@ -1,0 +1,1 @@
+"""What launches any kernel: launcher, workspace, capture, torch operators, plan caches."""

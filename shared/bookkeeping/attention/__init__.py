@@ -1,1 +1,0 @@
-"""Attention operations that need no twin."""

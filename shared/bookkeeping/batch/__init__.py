@@ -1,1 +1,0 @@
-"""Batch operations that need no twin."""

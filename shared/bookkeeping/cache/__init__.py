@@ -1,1 +1,0 @@
-"""Cache operations that need no twin."""

@@ -1,1 +1,0 @@
-"""Bookkeeping of ranks: which keys and which tokens each of them has."""

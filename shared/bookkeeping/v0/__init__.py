@@ -1,1 +1,0 @@
-"""Operations in vLLM V0's forms that need no twin."""

@@ -1,0 +1,1 @@
+"""The next tokens: how they are chosen, and where they go."""

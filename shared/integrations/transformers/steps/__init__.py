@@ -1,0 +1,1 @@
+"""One run of a model: a step of several requests, and the block tables of a cache."""

@@ -1,0 +1,557 @@
+"""FlashInfer-Bench: definitions and references, solutions as candidates, workloads, traces."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from inspect import unwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pagetwin.conformance import Status
+from pagetwin.conformance.flashinfer_bench.calls import PAST, map_heads
+from pagetwin.conformance.flashinfer_bench.definitions import (
+    Definition,
+    find_definition,
+)
+from pagetwin.conformance.flashinfer_bench.export import reference_solution
+from pagetwin.conformance.flashinfer_bench.families import EXPORTED, FAMILIES
+from pagetwin.conformance.flashinfer_bench.measuring import load_reference
+from pagetwin.conformance.flashinfer_bench.solutions import read_solution
+from pagetwin.conformance.flashinfer_bench.workloads import workloads_of
+from pagetwin.conformance.generators.latent_batches import LatentPlan
+from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.harness.preflight import check_can_run
+from pagetwin.conformance.harness.report import Report, Result
+from pagetwin.conformance.harness.support import Support
+from pagetwin.conformance.harness.trial import find_law, make_setting, try_law
+from pagetwin.tools.cli import USER_ERROR, app
+from pagetwin.tools.solution_commands import write_traces
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.usefixtures("guarded_calls")
+
+ATTENDS = "every new token attends to its sequence up to itself"
+WRITES = "each token is written to its slot and nothing else changes"
+MERGES = "two partial results combine by their weight"
+LATENTS = "a decode over latents is full multi head attention"
+CPU = torch.device("cpu")
+SMALL = (
+    "gqa_paged_decode_h4_kv2_d16_ps1",
+    "gqa_paged_decode_h4_kv2_d16_ps16",
+    "gqa_paged_prefill_causal_h6_kv2_d8_ps3",
+    "gqa_ragged_prefill_causal_h4_kv4_d8",
+    "mla_paged_decode_h3_ckv32_kpe24_ps1",
+    "mla_paged_prefill_causal_h2_ckv24_kpe24_ps16",
+    "merge_state_h3_d16",
+    "gqa_ragged_decode_h4_kv2_d16",
+    "paged_kv_append_kv2_d16_ps8",
+)
+"""A definition of each family, and of page size 1."""
+DECODE = SMALL[1]
+KERNEL = Path(__file__).parents[2] / "docs" / "solutions" / "paged_decode.py"
+
+Pack = Callable[..., str]
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Pack:
+    """Return a function that writes a solution, the reference of a definition if not told else."""
+
+    def write(name: str = DECODE, source: str | None = None, **spec: Any) -> str:
+        solution = reference_solution(find_definition(name))
+        if source is not None:
+            solution["sources"][0]["content"] = source
+        solution["spec"] |= spec
+        path = tmp_path / "solution.json"
+        path.write_text(json.dumps(solution))
+        return str(path)
+
+    return write
+
+
+def law_of(definition: Definition) -> str:
+    if definition.family.name == "merge_state":
+        return MERGES
+    if definition.family.name == "paged_kv_append":
+        return WRITES
+    return ATTENDS if "head_dim" in definition.constants else LATENTS
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_reference_of_a_definition_holds_its_law(name: str, pack: Pack) -> None:
+    candidate = load_candidate(pack(name))
+    law = find_law(law_of(find_definition(name)))
+    examples = 24 if candidate.operations.keys() == {"merge_attn_states"} else 8
+    result = try_law(law, make_setting(candidate, "cpu"), 0, examples)
+    assert result.status == Status.HELD, result
+    assert result.cases > result.skipped + 4
+
+
+@pytest.mark.parametrize(
+    "name", [each for each in SMALL if not each.startswith("paged_kv_append")]
+)
+def test_the_reference_of_a_definition_is_exact_in_float64(name: str) -> None:
+    """Compared with plain sums over positions, on inputs full of poison."""
+    definition = find_definition(name)
+    run = load_reference(definition)
+    for workload in workloads_of(definition)[1:3] + workloads_of(definition)[5:6]:
+        inputs = workload.inputs(CPU)
+        for each, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                inputs[each] = value.double()
+        out, lse = run(*inputs.values())
+        right, right_lse = by_hand(definition, inputs)
+        assert out.dtype == torch.float64 and lse.dtype == torch.float32
+        torch.testing.assert_close(out, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(lse.double(), right_lse, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_an_append_writes_each_token_to_the_page_of_its_position(
+    page_size: int,
+) -> None:
+    definition = find_definition(f"paged_kv_append_kv2_d16_ps{page_size}")
+    for workload in workloads_of(definition):
+        inputs = workload.inputs(CPU)
+        right = [inputs["k_cache"].clone(), inputs["v_cache"].clone()]
+        starts, ids = inputs["kv_indptr"].tolist(), inputs["kv_indices"].tolist()
+        for token, req in enumerate(inputs["batch_indices"].tolist()):
+            nth, offset = divmod(int(inputs["positions"][token]), page_size)
+            assert starts[req] + nth < starts[req + 1]
+            for cache, new in zip(right, ("append_key", "append_value"), strict=True):
+                cache[ids[starts[req] + nth], offset] = inputs[new][token]
+        for found, wanted in zip(
+            load_reference(definition)(*inputs.values()), right, strict=True
+        ):
+            assert torch.equal(found, wanted)
+
+
+APPENDS = {
+    "loses other slots": ("cache.clone()", "torch.zeros_like(cache)"),
+    "takes the wrong request": ("[batch_indices.long()]", "[batch_indices.long() * 0]"),
+    "stays in one page": ("first + positions.long() // page_size", "first"),
+    "swaps heads": ("= new\n", "= new.flip(1)\n"),
+}
+
+
+@pytest.mark.parametrize("fault", APPENDS)
+def test_a_wrong_append_breaks_the_law(fault: str, pack: Pack) -> None:
+    right, wrong = APPENDS[fault]
+    source = find_definition(SMALL[-1]).reference
+    assert source.count(right) == 1
+    candidate = load_candidate(pack(SMALL[-1], source.replace(right, wrong)))
+    result = try_law(find_law(WRITES), make_setting(candidate, "cpu"), 0, 60)
+    assert result.status == Status.BROKEN, result
+
+
+def by_hand(
+    definition: Definition, inputs: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs, each query by itself."""
+    if "v_a" in inputs:
+        shares = [2.0 ** inputs[each].double() for each in ("s_a", "s_b")]
+        total = shares[0] + shares[1]
+        pair = [inputs[each].nan_to_num(0.0) for each in ("v_a", "v_b")]
+        out = sum((n / total)[..., None] * v for n, v in zip(shares, pair, strict=True))
+        return out, total.log2()
+    size = definition.constants.get("page_size", 0)
+    first = next(iter(inputs.values()))
+    starts = inputs["kv_indptr"].tolist()
+    queries = inputs.get("qo_indptr", torch.arange(len(starts))).tolist()
+    out = torch.zeros_like(first)
+    lse = torch.full(first.shape[:2], -math.inf, dtype=torch.float64)
+    for req in range(len(starts) - 1):
+        ids = range(starts[req], starts[req + 1])
+        keys = [(row, None) for row in ids]
+        if size:
+            pages = inputs["kv_indices"][ids.start : ids.stop].tolist()
+            last = inputs.get("kv_last_page_len", torch.ones(len(starts)))
+            count = (len(pages) - 1) * size + int(last[req])
+            keys = [(pages[at // size], at % size) for at in range(count)]
+        own = range(queries[req], queries[req + 1])
+        for row in own:
+            visible = keys[: len(keys) - (own.stop - row - 1)]
+            for head in range(first.shape[1]):
+                at = row, head
+                out[at], lse[at] = one_query(definition, inputs, row, head, visible)
+    return out, lse
+
+
+def one_query(
+    definition: Definition, inputs: dict[str, Any], row: int, head: int, keys: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if "ckv_cache" in inputs:
+        value = torch.stack([inputs["ckv_cache"][key] for key in keys])
+        rope = torch.stack([inputs["kpe_cache"][key] for key in keys])
+        scores = value @ inputs["q_nope"][row, head] + rope @ inputs["q_pe"][row, head]
+    else:
+        group = definition.constants["num_qo_heads"]
+        kv = head // (group // definition.constants["num_kv_heads"])
+        names = ("k_cache", "v_cache") if "k_cache" in inputs else ("k", "v")
+        key, value = (
+            torch.stack(
+                [inputs[name][at if at[1] is not None else at[0]] for at in keys]
+            )
+            for name in names
+        )
+        key, value = key[:, kv], value[:, kv]
+        scores = key @ inputs["q"][row, head]
+    scores = scores * inputs["sm_scale"]
+    return torch.softmax(scores, 0) @ value, torch.logsumexp(scores, 0) / math.log(2)
+
+
+def test_names_of_definitions_are_read_and_written_alike() -> None:
+    for name in (*EXPORTED, *SMALL):
+        definition = find_definition(name)
+        assert definition.name == name
+        found = definition.to_json()
+        assert [*found["axes"]] == definition.axes
+        shapes = [*found["inputs"].values(), *found["outputs"].values()]
+        assert {axis for each in shapes for axis in each["shape"] or ()} == set(
+            found["axes"]
+        )
+    found = {find_definition(name).family.name for name in SMALL}
+    assert found == {each.name for each in FAMILIES}
+
+
+@pytest.mark.parametrize(("heads", "most"), [(1, 4), (3, 4), (4, 4), (2, 8)])
+def test_every_head_of_a_definition_gets_a_head_of_the_case(
+    heads: int, most: int
+) -> None:
+    found = map_heads(range(5, 5 + heads), 3, most, seed=1)
+    assert len(found.kv_sources) == most and set(found.kv_sources) == set(
+        range(5, 5 + heads)
+    )
+    rows = [found.query_sources[place] for place in found.query_places]
+    assert rows == list(range(15, 15 + 3 * heads))
+
+
+def test_a_latent_plan_is_fitted_to_the_declared_support() -> None:
+    plan = LatentPlan(
+        (3, 0), (20, 5), cache_dtype=torch.float8_e5m2, sliding_window=7, scale=0.3,
+        spare_max=5,
+    )  # fmt: skip
+    support = Support(
+        dtypes=["bfloat16"], cache_dtypes=["bfloat16"], block_sizes=[64],
+        query_lens=[1], options=["lse"],
+    )  # fmt: skip
+    fitted = plan.within(support)
+    assert (fitted.query_lens, fitted.key_lens) == ((1, 1), (20, 5))
+    assert (fitted.dtype, fitted.block_size) == (torch.bfloat16, 64)
+    assert fitted.cache_dtype is fitted.sliding_window is fitted.scale is None
+    assert fitted.spare_max == 0
+    assert plan.within(Support()) == plan
+
+
+# solutions
+
+BROKEN = {
+    "a natural logarithm": ("row_lse.T / math.log(2)", "row_lse.T"),
+    "whole pages": ("+ int(kv_last_page_len[req])", "+ k_cache.shape[1]"),
+    "heads in another order": ("repeat_interleave(group, 1)", "repeat(1, group, 1)"),
+}
+
+
+@pytest.mark.parametrize("fault", ["a natural logarithm", "whole pages"])
+def test_a_broken_solution_breaks_the_law(fault: str, pack: Pack) -> None:
+    source = find_definition(DECODE).reference
+    before, after = BROKEN[fault]
+    assert before in source
+    candidate = load_candidate(pack(source=source.replace(before, after)))
+    result = try_law(find_law(ATTENDS), make_setting(candidate, "cpu"), 0, 12)
+    assert result.status == Status.BROKEN, result
+
+
+def test_a_merge_by_natural_logarithms_breaks_the_law(pack: Pack) -> None:
+    source = find_definition(SMALL[6]).reference
+    assert "double() * math.log(2)" in source
+    wrong = source.replace("double() * math.log(2)", "double()")
+    candidate = load_candidate(pack(SMALL[6], wrong))
+    result = try_law(find_law(MERGES), make_setting(candidate, "cpu"), 0, 24)
+    assert result.status == Status.BROKEN, result
+
+
+def test_heads_in_another_order_break_the_law_though_cases_have_fewer_heads(
+    pack: Pack,
+) -> None:
+    name = "gqa_paged_decode_h32_kv8_d16_ps16"
+    before, after = BROKEN["heads in another order"]
+    source = find_definition(name).reference
+    assert before in source
+    candidate = load_candidate(pack(name, source.replace(before, after)))
+    result = try_law(find_law(ATTENDS), make_setting(candidate, "cpu"), 0, 12)
+    assert result.status == Status.BROKEN, result
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel would be compiled")
+def test_a_triton_solution_is_interpreted_in_float32_and_fills_its_outputs(
+    pack: Pack,
+) -> None:
+    spec = {"language": "triton", "destination_passing_style": True}
+    candidate = load_candidate(pack(DECODE, KERNEL.read_text(), **spec))
+    assert candidate.support.dtypes == ["float32"]
+    result = try_law(find_law(ATTENDS), make_setting(candidate, "cpu"), 0, 4)
+    assert result.status == Status.HELD, result
+
+
+def test_an_output_that_is_not_filled_breaks_the_law(pack: Pack) -> None:
+    arguments = ", ".join([*find_definition(DECODE).inputs, "output", "lse"])
+    source = f"def run({arguments}):\n    lse.zero_()\n    output[:, 1:] = 0\n"
+    file = pack(source=source, destination_passing_style=True)
+    setting = make_setting(load_candidate(file), "cpu")
+    result = try_law(find_law(ATTENDS), setting, 0, 4)
+    assert (result.status, result.found) == (Status.BROKEN, "nan")
+
+
+def test_a_source_may_import_its_siblings(pack: Pack, tmp_path: Path) -> None:
+    file = pack(source="from .parts.attention import run\n")
+    solution = json.loads(Path(file).read_text())
+    own = {"path": "parts/attention.py", "content": find_definition(DECODE).reference}
+    solution["sources"].append(own)
+    Path(file).write_text(json.dumps(solution))
+    candidate = load_candidate(file)
+    run = unwrap(candidate.operations["paged_attention"]).__self__.function
+    assert run.__module__.endswith(".parts.attention")
+    assert not [each for each in tmp_path.iterdir() if each.name != "solution.json"]
+
+
+REFERENCE = find_definition(DECODE).reference
+SWAPPED = find_definition(SMALL[5]).reference
+REJECTED: dict[str, tuple[dict[str, Any], str]] = {
+    "another definition": (
+        {"source": SWAPPED},
+        "run takes (q_nope, q_pe, ckv_cache, kpe_cache, qo_indptr, kv_indptr, kv_indices,"
+        " kv_last_page_len, sm_scale): expected (q, k_cache, v_cache, kv_indptr, kv_indices,"
+        f" kv_last_page_len, sm_scale) of {DECODE}; these are the inputs of"
+        " mla_paged_prefill_causal_h<num_qo_heads>",
+    ),
+    "outputs that are returned": (
+        {"destination_passing_style": True},
+        "a function that returns its outputs sets destination_passing_style to false",
+    ),
+    "a dependency": (
+        {"dependencies": ["torch", "not-there >= 2"]},
+        "needs not-there >= 2, which is not installed: pip install not-there",
+    ),
+    "an import": (
+        {"source": f"import notthere\n{REFERENCE}"},
+        "main.py imports notthere, which is not installed: pip install notthere",
+    ),
+    "a language": (
+        {"language": "cuda"},
+        "spec.language = 'cuda' with main.py: expected python or triton",
+    ),
+    "an entry": (
+        {"entry_point": "kernel.py::run"},
+        "spec.entry_point = 'kernel.py::run': expected FILE::FUNCTION with one of main.py",
+    ),
+    "a source": ({"source": "def run(:"}, "main.py is not valid Python: "),
+}
+
+
+@pytest.mark.parametrize("what", REJECTED)
+def test_a_solution_that_cannot_be_judged_is_rejected(what: str, pack: Pack) -> None:
+    spec, sentence = REJECTED[what]
+    with pytest.raises((ValueError, ImportError)) as rejected:
+        read_solution(pack(**spec))
+    assert sentence in str(rejected.value)
+
+
+def test_an_error_of_an_import_names_the_line_of_the_source(pack: Pack) -> None:
+    file = pack(source=f"x = 1\nprint(x / 0)\n{REFERENCE}")
+    with pytest.raises(ImportError) as raised:
+        check_can_run(file, "cpu")
+    assert str(raised.value) == (
+        f"{file} cannot be imported: ZeroDivisionError: division by zero (main.py, line 2)"
+    )
+
+
+FILES = {
+    "not JSON": ("{", "solution.json is not a JSON file: "),
+    "not an object": ("[1]", "contains list: expected an object"),
+    "no field": ("{}", "spec is missing: expected an object"),
+    "an unknown definition": (
+        json.dumps(
+            {
+                "name": "gemm",
+                "definition": "gemm_n4096_k4096",
+                "spec": {"entry_point": "main.py::run"},
+                "sources": [{"path": "main.py", "content": "def run(): pass"}],
+            }
+        ),
+        "definition = 'gemm_n4096_k4096' is not known: expected gqa_paged_decode_h",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_file_that_is_not_a_solution_is_rejected_before_torch_is_imported(
+    what: str, tmp_path: Path
+) -> None:
+    text, sentence = FILES[what]
+    file = tmp_path / "solution.json"
+    file.write_text(text)
+    script = (
+        "import sys\nfrom pagetwin.tools.cli import app\n"
+        f"try:\n    app(['check', '--solution', {str(file)!r}])\n"
+        "except SystemExit:\n    assert 'torch' not in sys.modules\n    raise\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == USER_ERROR, done.stderr
+    assert sentence in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "none given: expected a MODULE or --solution FILE"),
+        (["reference", "--solution", "a.json"], "both given"),
+        (["reference", "--trace", "t.jsonl"], "without --solution"),
+        (["--solution", "nowhere.json"], "the file does not exist"),
+        (["--definition", "gemm_n1"], "definition = 'gemm_n1' is not known"),
+    ],
+)
+def test_what_cannot_be_checked_or_exported_is_one_sentence(
+    words: list[str], sentence: str, tmp_path: Path
+) -> None:
+    is_export = words[:1] == ["--definition"]
+    command = ["export", str(tmp_path)] if is_export else ["check"]
+    result = CliRunner().invoke(app, [*command, *words])
+    assert result.exit_code == USER_ERROR
+    assert sentence in result.output and len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "sentence"),
+    [
+        ("file", "is a file: expected a folder"),
+        (
+            "file/inside",
+            "cannot be created (Not a directory): expected a folder that you",
+        ),
+        (
+            "/proc/nowhere/inside",
+            "(No such file or directory): expected a folder that you",
+        ),
+        (
+            "/proc",
+            "no file can be created in /proc (No such file or directory): expected",
+        ),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    folder: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["export", str(tmp_path / folder)])
+    assert result.exit_code == USER_ERROR
+    assert f"folder = {tmp_path / folder}" in result.output
+    assert sentence in result.output and len(result.output.splitlines()) == 1
+
+
+# workloads and traces
+
+FAULTS = """
+import os
+
+def run_with_faults(q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, sm_scale):
+    found = run(q, k_cache, v_cache, kv_indptr, kv_indices, kv_last_page_len, sm_scale)
+    output, lse = found
+    requests, pages = len(q), len(kv_indices)
+    if requests == 1:
+        return output + 1, lse
+    if requests == 64:
+        return output[:, :1], lse
+    if requests == 6:
+        return output.float(), lse
+    if pages > 40:
+        os.abort()
+    if requests == 2:
+        raise RuntimeError("two requests")
+    return output, lse
+"""
+
+
+def test_each_workload_is_judged_though_a_kernel_ends_the_process(
+    pack: Pack, tmp_path: Path
+) -> None:
+    file = pack(source=REFERENCE + FAULTS, entry_point="main.py::run_with_faults")
+    report = Report(file, "cpu", (Result(ATTENDS, "attention", Status.HELD),))
+    write_traces(tmp_path / "trace.jsonl", report, seconds_of_a_case=60.0)
+    lines = (tmp_path / "trace.jsonl").read_text().splitlines()
+    traces = [json.loads(each) for each in lines]
+    workloads = workloads_of(find_definition(DECODE))
+    assert [each["workload"] for each in traces] == [
+        each.to_json() for each in workloads
+    ]
+    found = {
+        workload.title: trace["evaluation"]
+        for workload, trace in zip(workloads, traces, strict=True)
+    }
+    assert {title: each["status"] for title, each in found.items()} == {
+        "one key": "INCORRECT_NUMERICAL",
+        "page edges, needle last": "PASSED",
+        "tile edges, needle there": "INCORRECT_DTYPE",
+        "shared pages": "PASSED",
+        "a page twice": "RUNTIME_ERROR",
+        "a long request": "RUNTIME_ERROR",
+        "many requests": "INCORRECT_SHAPE",
+    }
+    wrong, right = found["one key"], found["shared pages"]
+    assert wrong["correctness"]["max_absolute_error"] == pytest.approx(1, abs=0.01)
+    assert wrong["performance"] is None
+    assert right["correctness"]["max_absolute_error"] < 0.02
+    assert right["performance"]["latency_ms"] > 0
+    assert found["a long request"]["correctness"] is None
+    assert "ended with code -6" in found["a long request"]["log"]
+    assert right["log"] == "laws of pagetwin: 1 held"
+
+
+@pytest.mark.parametrize("name", [SMALL[1], SMALL[3], SMALL[4], *SMALL[6:]])
+def test_an_exported_definition_can_be_read_with_its_tensors(
+    name: str, tmp_path: Path
+) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    definition = find_definition(name)
+    words = ["export", str(tmp_path), "--definition", name]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    where = definition.family.op_type
+    found = json.loads((tmp_path / f"definitions/{where}/{name}.json").read_text())
+    assert found == definition.to_json()
+    lines = (tmp_path / f"workloads/{where}/{name}.jsonl").read_text().splitlines()
+    assert f"{name}: {len(lines)} workloads" in result.output
+    assert len({json.loads(each)["workload"]["uuid"] for each in lines}) == len(lines)
+    poisoned = 0
+    for line in lines:
+        workload = json.loads(line)["workload"]
+        tensors = safetensors.load_file(
+            tmp_path / next(iter(workload["inputs"].values()))["path"]
+        )
+        sizes = workload["axes"] | definition.constants
+        given = []
+        for each, shape in definition.inputs.items():
+            if shape is None:
+                given.append(workload["inputs"][each]["value"])
+                continue
+            assert list(tensors[each].shape) == [sizes[axis] for axis in shape]
+            assert str(tensors[each].dtype) == f"torch.{found['inputs'][each]['dtype']}"
+            poisoned += bool(tensors[each].isnan().any())
+            given.append(tensors[each])
+        # FlashInfer-Bench counts infinite and NaN outputs as errors
+        assert all(each.isfinite().all() for each in load_reference(definition)(*given))
+    holds_poison = definition.family.is_paged and where != "cache_append"
+    assert bool(poisoned) == holds_poison or name == SMALL[6]
+
+
+def test_page_ids_after_the_last_one_are_outside_of_the_cache() -> None:
+    inputs = workloads_of(find_definition(DECODE))[1].inputs(CPU)
+    ids = inputs["kv_indices"]
+    past = torch.empty(0, dtype=torch.int32).set_(ids.untyped_storage(), len(ids), (8,))
+    assert past.tolist() == [PAST] * 8

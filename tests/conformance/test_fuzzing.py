@@ -1,0 +1,483 @@
+"""Fuzzing: drawn batches, the batched oracle and the corpus."""
+
+import json
+import sys
+import textwrap
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mutants.mutant import load_catalogue
+from pagetwin.conformance.generators.option_pairs import PLAIN
+from pagetwin.conformance.generators.signatures import (
+    LARGE,
+    SMALL,
+    SignedBatch,
+    draw_batch,
+    draw_signature,
+)
+from pagetwin.conformance.generators.signed_calls import build_signed
+from pagetwin.conformance.harness import fuzz
+from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.harness.corpus import TRIED, Corpus
+from pagetwin.conformance.harness.report import Result, Status
+from pagetwin.conformance.harness.screening import screen
+from pagetwin.conformance.harness.trial import (
+    find_law,
+    make_case,
+    make_setting,
+)
+from pagetwin.conformance.oracles.batched import attend_batched
+from pagetwin.conformance.oracles.group_verdicts import judge_group
+from pagetwin.conformance.oracles.groups import make_group
+from pagetwin.contract.operations import load_implementation
+from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
+from support.planted_bugs import Hunt, hunt
+from typer.testing import CliRunner
+
+CPU = torch.device("cpu")
+PAGED = "paged attention is right for every batch of a signature"
+RAGGED = "encoder attention is right for every batch of a signature"
+OPERATIONS = ("paged_attention", "encoder_attention")
+BUGS = {
+    "window-one-too-wide": 400,
+    "a-query-does-not-see-itself": 40,
+    "no-mask-at-the-end": 100,
+    "chunk-from-the-first-new-token": 400,
+    "flag-of-the-first-request": 600,
+}
+"""Mutants of the kernels, and the number of batches in which each is found at the latest."""
+
+DECODES = """
+import torch
+from pagetwin.conformance import Support
+
+SUPPORT = Support(
+    operations=["paged_attention"],
+    dtypes=["float32"],
+    cache_dtypes=["float32"],
+    query_lens=range(2),
+    options=["scale", "out"],
+    rejects=[],
+)
+
+
+def paged_attention(
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens,
+    max_query_len, max_seq_len, scale=None, out=None,
+):
+    if max_query_len > 1:
+        raise NotImplementedError("decodes only")
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    group = query.shape[1] // key_cache.shape[2]
+    starts = query_start_loc.tolist()
+    for req, seq_len in enumerate(seq_lens.tolist()):
+        if starts[req] == starts[req + 1]:
+            continue
+        seq_len -= seq_len % 16 == 1  # the bug
+        blocks = block_table[req, : -(-seq_len // key_cache.shape[1])].long()
+        key, value = (
+            cache[blocks].flatten(0, 1)[:seq_len].repeat_interleave(group, 1)
+            for cache in (key_cache, value_cache)
+        )
+        out[starts[req]] = torch.nn.functional.scaled_dot_product_attention(
+            query[starts[req], :, None],
+            key.transpose(0, 1),
+            value.transpose(0, 1),
+            scale=scale,
+        )[:, 0]
+    return out
+"""
+
+
+def batches(
+    operation: str, seeds: range, count: int, limits: Any = SMALL
+) -> list[list[SignedBatch]]:
+    """Return some batches of some signatures."""
+    return [
+        [
+            draw_batch(draw_signature(seed, limits, operation), index)
+            for index in range(count)
+        ]
+        for seed in seeds
+    ]
+
+
+# drawing
+
+
+def test_equal_seeds_draw_equal_batches_and_other_indices_draw_others() -> None:
+    one, other = (batches("paged_attention", range(20), 6) for _ in range(2))
+    assert one == other
+    for group in one:
+        assert len({repr(each) for each in group}) == len(group)
+
+
+def test_a_batch_is_created_again_from_what_a_report_shows() -> None:
+    law = find_law(PAGED)
+    for (batch,) in batches("paged_attention", range(20), 1):
+        assert make_case(law, repr(batch)) == batch
+
+
+@pytest.mark.parametrize("limits", [SMALL, LARGE])
+def test_batches_of_a_signature_agree_in_what_kernels_are_compiled_for(
+    limits: Any,
+) -> None:
+    for group in batches("paged_attention", range(6), 4, limits):
+        calls = [build_signed(each, CPU).call for each in group]
+        kinds = set()
+        for call in calls:
+            tensors = {
+                name: (each.dtype, each.stride()[1:], each.shape[2:])
+                for name, each in call.arguments.items()
+                if isinstance(each, torch.Tensor) and name not in ("query_ranges",)
+            }
+            bounds = call.arguments["max_query_len"], call.arguments["max_seq_len"]
+            names = sorted(set(call.arguments) - {"out_scale"})
+            kinds.add(repr((tensors | {"block_table": None}, bounds, names)))
+        assert len(kinds) == 1
+
+
+def test_signatures_and_batches_are_inside_of_the_declared_support() -> None:
+    support = Support(
+        dtypes=["float16"],
+        cache_dtypes=["float16"],
+        head_sizes=[64],
+        block_sizes=[16],
+        options=["scale", "out", "sliding_window"],
+    )
+    reference = load_candidate("reference")
+    candidate = Candidate("narrow", reference.operations, support)
+    setting = make_setting(candidate, "cpu")
+    for seed in range(6):
+        result = screen(find_law(PAGED), setting, seed, 0, 4)
+        assert result.status == Status.HELD and result.cases == 4, result
+        assert result.skipped == 0, result.reason
+        assert result.details["signature"]["dtype"] == "float16"
+        assert result.details["signature"]["head_size"] == "64"
+
+
+def test_simpler_batches_are_valid() -> None:
+    reference = load_implementation("reference")
+    for (batch,) in batches("paged_attention", range(4), 1):
+        for each in list(batch.simpler())[:12]:
+            build_signed(each, CPU).call.run(reference)
+
+
+# the batched oracle
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_batched_oracle_equals_the_loop_over_keys(operation: str) -> None:
+    for group in batches(operation, range(100, 130), 3):
+        calls = [build_signed(each, CPU) for each in group]
+        exact = attend_batched(padded := make_group(calls, CPU))
+        for index, each in enumerate(calls):
+            right, own = each.call.answer(), padded.index == index
+            token = padded.token[own]
+            torch.testing.assert_close(
+                exact.out[own], right.out[token], rtol=0, atol=1e-12
+            )
+            torch.testing.assert_close(
+                exact.lse[own], right.lse.T[token], rtol=1e-14, atol=1e-12
+            )
+            torch.testing.assert_close(
+                exact.scores[own], right.scores.T[token], rtol=1e-12, atol=1e-9
+            )
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_the_batched_oracle_accepts_the_reference_and_rejects_a_lost_needle(
+    operation: str,
+) -> None:
+    reference = load_implementation("reference")
+    lost = 0
+    for group in batches(operation, range(30), 4):
+        calls = [build_signed(each, CPU) for each in group]
+        padded = make_group(calls, CPU)
+        results = [each.call.run(reference) for each in calls]
+        assert max(judge_group(padded, results)) <= 1
+        wrong = []
+        for batch, each, (out, lse) in zip(group, calls, results, strict=True):
+            needles = batch.needles
+
+            def flip(req: int, own: int, key: int, needles: Any = needles) -> bool:
+                return key == needles[req]
+
+            answer = each.call.answer(flip)
+            scale = float(each.call.arguments.get("out_scale", 1.0))
+            wrong.append(((answer.out / scale).to(out.dtype), lse))
+        for each, share, (out, _) in zip(
+            calls, judge_group(padded, wrong), wrong, strict=True
+        ):
+            is_right = each.call.judge(out, each.call.answer(), reference).ok
+            assert (share <= 1) == is_right
+            lost += not is_right
+    assert lost > 20
+
+
+def test_the_batched_oracle_rejects_padding_rows_that_are_not_empty() -> None:
+    reference = load_implementation("reference")
+    batch = replace(
+        batches("paged_attention", range(1), 1)[0][0], padding=2, query_lens=(1,),
+        key_lens=(3,), needles=(-1,),
+    )  # fmt: skip
+    plain = dict(PLAIN) | {"out": "given", "lse": "given"}
+    batch = replace(batch, signature=replace(batch.signature, choice=plain))
+    built = build_signed(batch, CPU)
+    out, lse = built.call.run(reference)
+    group = make_group([built], CPU)
+    assert judge_group(group, [(out, lse)])[0] <= 1
+    out[-1, 0, 0] = 1e-3
+    assert judge_group(group, [(out, lse)])[0] == float("inf")
+    out[-1, 0, 0] = 0.0
+    assert lse is not None
+    lse[0, -1] = 0.0
+    assert judge_group(group, [(out, lse)])[0] == float("inf")
+    lse[0, -1], out[0, 0, 0] = -torch.inf, torch.nan
+    assert judge_group(group, [(out, lse)])[0] == float("inf")
+
+
+# planted bugs
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found_in_a_bounded_number_of_batches(
+    bug: str, tmp_path: Path
+) -> None:
+    (mutant,) = [
+        each
+        for each in load_catalogue()
+        if each.file.startswith("optimized/kernels/") and each.id.endswith(f"/{bug}")
+    ]
+    found = hunt(Hunt(mutant, PAGED, BUGS[bug], count=8), tmp_path)
+    if found is None:
+        return  # it reads a block far outside of the cache, which ends a worker too
+    assert found.case, f"{bug}: not found in {found.cases} batches"
+    assert found.case.startswith("SignedBatch(") and found.summary
+
+
+# the corpus: each case is tried once
+
+
+class FakeWorker:
+    """Records its jobs, and returns at once."""
+
+    jobs: list[Any] = []  # noqa: RUF012
+    failing: set[int] = set()  # noqa: RUF012
+
+    def __init__(
+        self, implementation: str, device: str, seconds: float, gpu: str | None = None
+    ) -> None:
+        self.seconds_of_a_law = seconds
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self) -> None:
+        """Do nothing."""
+
+    def try_law(self, job: Any, area: str) -> Result:
+        """Return that the law holds, except for the signatures in `failing`."""
+        self.jobs.append(job)
+        if job.case is None and job.signature in self.failing:
+            return Result(
+                job.law, area, Status.BROKEN, cases=job.examples, seconds=0.01,
+                case="SignedBatch()", what="output", where=f"at {job.signature}",
+                found="1.5", right="2.5",
+            )  # fmt: skip
+        return Result(job.law, area, Status.HELD, cases=job.examples, seconds=0.01)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
+    monkeypatch.setattr(fuzz, "Worker", FakeWorker)
+    monkeypatch.setattr(FakeWorker, "jobs", [])
+    monkeypatch.setattr(FakeWorker, "failing", set())
+    return FakeWorker
+
+
+def tried(folder: Path) -> Counter[tuple[str, int, int]]:
+    """Return how often each batch of each signature was tried, by the lines of the corpus."""
+    return Counter(
+        (line.law, line.signature, line.first + number)
+        for line in Corpus(folder, "reference").lines
+        if line.signature is not None
+        for number in range(line.cases)
+    )
+
+
+def go(folder: Path, cases: int, workers: int = 1, **more: Any) -> fuzz.Fuzzing:
+    options = {
+        "only": "attention is right for every batch",
+        "batches": 48,
+        "device": "cpu",
+    } | more
+    return fuzz.fuzz_implementation(
+        "reference", 1.0, folder, cases=cases, workers=workers, **options
+    )
+
+
+def test_resuming_neither_repeats_nor_loses_a_case(
+    fake: type[FakeWorker], tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert go(whole, 300).cases == 300
+    for cases in (7, 100, 1, 192):
+        run = go(parts, cases)
+        assert run.cases == cases
+    assert tried(parts) == tried(whole)
+    assert run.summary["cases"] == 300
+    assert set(tried(whole).values()) == {1}
+
+
+def test_several_workers_neither_repeat_nor_lose_a_case(
+    fake: type[FakeWorker], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        assert go(tmp_path, 500, workers=4).cases == 500
+    assert tried(tmp_path).total() == 1000
+    assert set(tried(tmp_path).values()) == {1}
+
+
+def test_a_run_that_is_ended_while_it_writes_loses_only_that_job(
+    fake: type[FakeWorker], tmp_path: Path
+) -> None:
+    go(tmp_path, 96)
+    file = tmp_path / "reference" / TRIED
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text[:-20], encoding="utf-8")
+    before = tried(tmp_path)
+    assert before.total() == 80
+    go(tmp_path, 100)
+    after = tried(tmp_path)
+    assert after.total() == 180 and set(after.values()) == {1}
+    assert before.keys() < after.keys()
+
+
+def test_a_signature_that_failed_is_left_until_its_case_is_fixed(
+    fake: type[FakeWorker], tmp_path: Path
+) -> None:
+    fake.failing = {1}
+    run = go(tmp_path, 200)
+    (failure,) = run.failures
+    assert failure.law == PAGED and len(run.programs) == 1
+    assert tried(tmp_path)[PAGED, 1, 31] == 1 and not tried(tmp_path)[PAGED, 1, 32]
+    fake.failing = set()
+    again = go(tmp_path, 200)
+    assert again.fixed == [PAGED] and not again.failures
+    assert not run.programs[0].exists()
+    assert tried(tmp_path)[PAGED, 1, 47] == 1
+    assert set(tried(tmp_path).values()) == {1}
+
+
+def test_a_law_is_left_when_three_signatures_fail_alike(
+    fake: type[FakeWorker], tmp_path: Path
+) -> None:
+    fake.failing = set(range(100))
+    run = go(tmp_path, 10_000)
+    assert {each.law for each in run.failures} == {PAGED}
+    assert run.cases == 6 * 32 and len(run.report.symptoms()) == 1
+
+
+def test_other_laws_get_a_share_of_the_time_and_new_seeds(
+    fake: type[FakeWorker], tmp_path: Path
+) -> None:
+    for _ in range(2):
+        go(tmp_path, 2000, only=None, examples=10)
+    lines = Corpus(tmp_path, "reference").lines
+    of_laws = [line for line in lines if line.signature is None]
+    assert 0.05 < len(of_laws) / len(lines) < 0.2
+    assert len({(line.law, line.first) for line in of_laws}) == len(of_laws)
+
+
+# the command
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the module `decodes`, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "decodes.py"
+    file.write_text(textwrap.dedent(DECODES), encoding="utf-8")
+    yield file
+    sys.modules.pop("decodes", None)
+
+
+@pytest.mark.long
+def test_a_failure_is_minimised_reported_and_reproduced(kernels: Path) -> None:
+    words = ["fuzz", "decodes", "--minutes", "5", "--only", PAGED, "--device", "cpu"]
+    words += ["--batches", "64", "--cases", "400"]
+    files = ["--junit", "r.xml", "--html", "r.html", "--json", "r.json"]
+    done = CliRunner().invoke(app, [*words, *files])
+    assert done.exit_code == DISAGREE, done.output
+    (program,) = Path(".pagetwin").rglob("*.py")
+    text = program.read_text(encoding="utf-8")
+    assert "query_lens=(1,), key_lens=(1,)" in text or "key_lens=(17,)" in text
+    assert "The result equals attention without key" in done.output
+    report = json.loads(Path("r.json").read_text(encoding="utf-8"))
+    assert report["severities"] == ["wrong result"]
+    suite = ElementTree.parse("r.xml").getroot()
+    assert suite.attrib["failures"] == "1"
+    assert "The block map" in Path("r.html").read_text(encoding="utf-8")
+    again = CliRunner().invoke(app, ["reproduce", str(program)])
+    assert again.exit_code == DISAGREE and "still broken" in again.output
+    kernels.write_text(
+        kernels.read_text(encoding="utf-8").replace("seq_len -=", "seq_len -= 0 *"),
+        encoding="utf-8",
+    )
+    sys.modules.pop("decodes")
+    fixed = CliRunner().invoke(app, ["reproduce", str(program)])
+    assert fixed.exit_code == 0 and "holds for this case now" in fixed.output
+    done = CliRunner().invoke(app, [*words, "--cases", "20"])
+    assert done.exit_code == 0 and f"fixed: {PAGED}" in done.output
+    assert not list(Path(".pagetwin").rglob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["reference", "--minutes", "0"], "minutes = 0: expected more than 0"),
+        (["no_such_kernels"], "module no_such_kernels does not exist"),
+        (["reference", "--workers", "0"], "workers = 0: expected at least 1"),
+        (["reference", "--corpus", "file"], "file is not a folder"),
+        (
+            ["reference", "--corpus", "/proc/pagetwin"],
+            "no file can be created in /proc",
+        ),
+        (["reference", "--html", "none/r.html"], "expected a file in a folder"),
+        (["reference", "--only", "no such words"], "no law contains it"),
+    ],
+)
+def test_bad_input_gives_one_sentence_and_exit_code_2(
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("", encoding="utf-8")
+    done = CliRunner().invoke(app, ["fuzz", "--device", "cpu", *words])
+    assert done.exit_code == USER_ERROR, done.output
+    assert sentence in done.output and len(done.output.strip().splitlines()) == 1
+    assert not Path(".pagetwin").exists()
+
+
+def test_a_corpus_or_a_program_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / ".pagetwin" / "fuzz" / "reference"
+    folder.mkdir(parents=True)
+    (folder / "corpus.json").write_text("{")
+    done = CliRunner().invoke(app, ["fuzz", "reference", "--device", "cpu"])
+    assert done.exit_code == USER_ERROR and "remove it to start anew" in done.output
+    (tmp_path / "program.py").write_text("import os\nos.abort()\n")
+    done = CliRunner().invoke(app, ["reproduce", "program.py"])
+    assert done.exit_code == USER_ERROR and "expected a program" in done.output
+    done = CliRunner().invoke(app, ["reproduce", "missing.py"])
+    assert done.exit_code == USER_ERROR and "does not exist" in done.output

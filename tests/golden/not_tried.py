@@ -1,0 +1,145 @@
+"""Recorded cases that are not tried: what they record does not exist here.
+
+A condition reads a case's inputs. It says which class, mask, format or field is missing. A file has
+no adapter if its function is missing. A case is tried as soon as its condition no longer holds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pagetwin.contract.kinds import CACHE_DTYPE_NAMES
+
+from .adapters.specs import NO_EFFECT, spec_class
+from .cases import ADAPTERS, Case
+from .deviations import Condition
+
+FILES = {
+    "v033_compressed_slot_mapping": "sparse attention",
+    "v033_compute_global_topk_indices_and_lens": "sparse attention",
+    "v033_convert_req_index_to_global_index": "sparse attention",
+    "v033_indexer_k_quant_and_cache": "sparse attention",
+    "v033_indexer_logits": "sparse attention",
+    "v033_indexer_metadata": "sparse attention",
+    "v033_sparse_index_helpers": "sparse attention",
+    "v033_sparse_swa_indices": "sparse attention",
+    "v033_fp8_ds_mla_v4_write_gather": "a cache format of latents",
+    "v033_fp8_ds_mla_write": "a cache format of latents",
+    "v033_nvfp4_ds_mla_write": "a cache format of latents",
+    "v033_nvfp4_kv_layout": "a cache format of four bits",
+    "v033_ref_nvfp4_quant": "a cache format of four bits",
+    "v033_kv_quant_mode": "names of cache formats",
+    "v033_int4_rht": "a cache format with a scale per token and head",
+    "v033_reshape_and_cache_fp8_per_token_head": "a cache format with a scale per token and head",
+    "v033_reshape_and_cache_int4_per_token_head": "a cache format with a scale per token and head",
+    "v033_reshape_and_cache_int8_per_token_head": "a cache format with a scale per token and head",
+    "v033_unified_attention_fp8_per_token_head": "a cache format with a scale per token and head",
+    "v033_unified_attention_int4_per_token_head": "a cache format with a scale per token and head",
+    "v033_unified_attention_int8_per_token_head": "a cache format with a scale per token and head",
+    "v033_mamba_manager_functions": "recurrent state",
+    "v033_mamba_manager_histories": "recurrent state",
+    "v033_mamba_prefill_checkpoint": "recurrent state",
+    "v033_draft_metadata": "steps of draft models",
+}
+"""Files whose function does not exist here, and what it belongs to."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What some cases of a file need and what is missing.
+
+    Args:
+        name: name of its condition.
+        file: case file.
+        reason: what is missing.
+        holds: the condition.
+    """
+
+    name: str
+    file: str
+    reason: str
+    holds: Condition
+
+
+GAPS: list[Gap] = []
+
+
+def not_tried(*files: str) -> Callable[[Condition], Condition]:
+    """Register a condition. Its docstring says what is missing."""
+
+    def register(condition: Condition) -> Condition:
+        reason = " ".join((condition.__doc__ or "").split())
+        for file in files:
+            name = getattr(condition, "__name__", "gap")
+            GAPS.append(Gap(name, file, reason, condition))
+        return condition
+
+    return register
+
+
+def why_not_tried(case: Case) -> str:
+    """Return what is missing; empty if the case is tried."""
+    if not any(file == case.file for file, _ in ADAPTERS):
+        return FILES.get(case.file, "")
+    gaps = [each for each in GAPS if each.file == case.file]
+    return next((each.reason for each in gaps if each.holds(case.inputs)), "")
+
+
+# ---- specs of caches
+
+SPECS = (
+    "v033_kv_cache_spec_sizes",
+    "v033_kv_cache_spec_memory",
+    "v033_kv_cache_spec_merge",
+)
+
+
+@not_tried(*SPECS)
+def the_class_of_a_spec_is_missing(inputs: dict[str, Any]) -> bool:
+    """The class of the spec does not exist here."""
+    return spec_class(inputs["class"]) is None
+
+
+@not_tried("v033_kv_cache_spec_sizes")
+def the_format_of_a_backend_is_missing(inputs: dict[str, Any]) -> bool:
+    """The backend changes the spec for a cache format that does not exist here."""
+    mode = inputs.get("kv_quant_mode", "NONE").lower()
+    is_known = mode in ("none", "fp8_per_tensor", *CACHE_DTYPE_NAMES)
+    return "backend" in inputs and not is_known
+
+
+@not_tried("v033_kv_cache_spec_sizes")
+def the_backend_is_sparse(inputs: dict[str, Any]) -> bool:
+    """The backend changes the spec for sparse attention, which does not exist here."""
+    return "SPARSE" in inputs.get("backend", "")
+
+
+@not_tried("v033_kv_cache_spec_merge")
+def specs_differ_in_a_missing_field(inputs: dict[str, Any]) -> bool:
+    """The specs differ in a field that does not exist here."""
+    specs = inputs.get("specs", [])
+    return any(
+        each.get(name) != specs[0].get(name) for each in specs for name in NO_EFFECT
+    )
+
+
+# ---- score functions and masks
+
+
+@not_tried("v033_unified_attention_fp8_per_tensor")
+def slopes_are_of_the_square_root(inputs: dict[str, Any]) -> bool:
+    """A bias by the square root of the distance does not exist here."""
+    return bool(inputs.get("alibi_sqrt"))
+
+
+@not_tried("v033_mm_prefix_rswa_visible_keys")
+def the_window_begins_after_a_prefix(inputs: dict[str, Any]) -> bool:
+    """Windows that do not hide a prefix (R-SWA) do not exist here."""
+    return inputs.get("rswa_window") is not None
+
+
+@not_tried("v033_unified_attention_masks")
+def chunks_see_the_chunks_before_them(inputs: dict[str, Any]) -> bool:
+    """Chunks that attend to earlier chunks do not exist here."""
+    is_chunked = inputs["sliding_window"] is not None
+    return is_chunked and (inputs.get("chunk_lookback") or 0) > 0

@@ -1,0 +1,296 @@
+"""What each kernel family for Hopper chips rejects: one change of a supported call at a time.
+
+The changes are generated from the tensors and the options of a call. ACCEPTED has those that are
+not rejected. A family that accepts more computes wrong rows, and one that accepts less is slow.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.dispatch.checks import check_encoder_call, check_paged_call
+from pagetwin.optimized.kernels.sm90.append import family as append
+from pagetwin.optimized.kernels.sm90.cascade import family as cascade
+from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
+from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from pagetwin.optimized.kernels.sm90.invariant import family as invariant
+from pagetwin.optimized.kernels.sm90.latent import family as latent
+from pagetwin.optimized.kernels.sm90.prefill import family as prefill
+from pagetwin.optimized.runtime.attention_call import AttentionCall
+from support.supported_calls import BF16, make_call
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="pretends that its tensors are on a GPU"
+)
+
+FP8 = torch.float8_e4m3fn
+LSE_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+OPTIONS: dict[str, Any] = {
+    "causal": [True, False, torch.ones(2, dtype=torch.bool)],
+    "sliding_window": [5],
+    "attention_chunk_size": [5],
+    "tree_mask": [torch.ones(2, 3, 3, dtype=torch.bool)],
+    "query_ranges": [torch.zeros(6, 2, dtype=torch.int32)],
+    "logits_soft_cap": [3.0],
+    "alibi_slopes": [torch.ones(8)],
+    "position_bias": [torch.ones(8, 9)],
+    "sinks": [torch.ones(8)],
+    "k_scale": [0.5, torch.ones(2)],
+    "v_scale": [0.5, torch.ones(2)],
+    "out_scale": [0.5],
+    "batch_invariant": [True, False],
+}
+"""Values of each option."""
+
+
+SCALED = {"k_scale": 0.5, "v_scale": 2.0}
+FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "prefill": (prefill, {}),
+    "prefill of ragged keys": (prefill, {"is_paged": False}),
+    "FP8 prefill": (fp8_prefill, {"dtype": FP8, "options": SCALED}),
+    "FP8 decode": (fp8_decode, {"dtype": FP8, "options": SCALED}),
+    "append": (append, {}),
+    "invariant": (invariant, {"options": {"batch_invariant": True}}),
+    "cascade": (cascade, {"options": {"causal": False}}),
+    "latent": (latent, {"is_latent": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    modules = (prefill, fp8_prefill, fp8_decode, append, invariant, cascade, latent)
+    for module in modules:
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    # whatever the number of KV tiles
+    monkeypatch.setattr(fp8_decode.Fp8DecodePlan, "is_few", lambda *_: False)
+    yield
+
+
+def changes_of(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that differ from one in one property each, in the same memory."""
+    shape, strides = tensor.shape, tensor.stride()
+    memory = tensor.untyped_storage()
+
+    def view(
+        size: Sequence[int] = shape,
+        stride: Sequence[int] = strides,
+        dtype: torch.dtype = tensor.dtype,
+        begin: int = 0,
+    ) -> Tensor:
+        return torch.empty(0, dtype=dtype).set_(memory, begin, size, stride)
+
+    for dtype in (BF16, torch.float16, torch.float32, FP8, torch.float8_e5m2):
+        if dtype != tensor.dtype:
+            yield f"is {str(dtype).removeprefix('torch.')}", view(dtype=dtype)
+    for axis, (number, step) in enumerate(zip(shape, strides, strict=True)):
+        for what, more in (("has no entry", -number), ("has 1 more", 1)):
+            size = [*shape[:axis], number + more, *shape[axis + 1 :]]
+            yield f"{what} in axis {axis}", view(size)
+        for what, other in (
+            ("0", 0),
+            ("+ 1", step + 1),
+            ("+ 8", step + 8),
+            ("* 2", 2 * step),
+            ("/ 2", step // 2),
+        ):
+            stride = [*strides[:axis], other, *strides[axis + 1 :]]
+            yield f"has stride {axis} {what}", view(stride=stride)
+    for elements in (1, 8):
+        yield f"begins {elements} further", view(begin=elements)
+
+
+SHAPES: dict[str, list[Any]] = {
+    "query_dtype": [torch.float16, torch.float32],
+    "size": [32, 64, 72, 80, 96, 112, 160, 192, 256, 512, 576],
+    "value_size": [64, 128, 256, 512, 576],
+    "heads": [2, 6, 10, 48, 128, 256],
+    "kv_heads": [1, 2, 4],
+    "slots": [8, 16, 24, 48, 64],
+    "padding": [4, 8, 16],
+}
+"""Other arguments of `make_call`, which change several tensors."""
+
+
+def find_accepted(family: Any, given: dict[str, Any]) -> set[str]:
+    """Return which changes of a call a family accepts, of those that are valid."""
+    call = make_call(**given)
+    check = check_encoder_call if call.block_table is None else check_paged_call
+
+    def is_accepted(call: AttentionCall = call, **changes: Any) -> bool:
+        other = call._replace(**changes)
+        try:
+            check(other, 0, False)
+        except (ValueError, TypeError, IndexError, NotImplementedError):
+            return False
+        return family.supports(other) and family.plan(other).takes(other)
+
+    assert is_accepted()
+    found = set()
+    for name, tensor in call._asdict().items():
+        if isinstance(tensor, Tensor):
+            for what, other in changes_of(tensor):
+                if is_accepted(**{name: other}):
+                    found.add(f"{name} {what}")
+    both = zip(changes_of(call.key), changes_of(call.value), strict=True)
+    for (what, key), (_, value) in both:
+        if is_accepted(key=key, value=value):
+            found.add(f"cache {what}")
+    for name, values in SHAPES.items():
+        for each in values:
+            if is_accepted(make_call(**(given | {name: each}))):
+                found.add(f"{name} = {str(each).removeprefix('torch.')}")
+    options = {each: getattr(call.options, each) for each in call.options.given}
+    assert {*OPTIONS} == {each.name for each in fields(AttentionOptions)}
+    for name, values in OPTIONS.items():
+        for value in values:
+            kind = "tensor" if isinstance(value, Tensor) else value
+            if is_accepted(options=AttentionOptions(**(options | {name: value}))):
+                found.add(f"{name} = {kind}")
+    return found
+
+
+def strides(names: str, axis: int, *steps: str) -> set[str]:
+    """Return changes of a stride of some tensors; without `steps` all of them."""
+    every = steps or ("0", "+ 1", "+ 8", "* 2", "/ 2")
+    return {
+        f"{name} has stride {axis} {step}" for name in names.split() for step in every
+    }
+
+
+def begins(names: str, *elements: int) -> set[str]:
+    """Return changes of the address of some tensors."""
+    return {
+        f"{name} begins {each} further" for name in names.split() for each in elements
+    }
+
+
+OF_BATCH = (
+    begins("query_start_loc lengths lse", 1, 8)
+    | strides("query_start_loc lengths lse", 0)
+    | strides("lse", 1)
+)
+"""Whatever these are, a kernel loads them one by one."""
+OF_TABLE = (
+    begins("block_table", 1, 8)
+    | strides("block_table", 0)
+    | {"block_table has 1 more in axis 1"}
+)
+# TMA reads rows of one stride, a multiple of 16 bytes, from addresses that are multiples of them
+OF_ROWS = begins("query out", 8) | strides("query out", 0, "+ 8", "* 2", "/ 2")
+OF_HEADS = strides("query out", 1, "0", "+ 8", "* 2", "/ 2")
+PAGES = (
+    begins("key value cache", 8)
+    | strides("key value cache", 0, "0", "* 2", "/ 2")
+    | strides("key value cache", 1, "* 2", "/ 2")
+    | strides("key value cache", 2, "0", "+ 8", "* 2", "/ 2")
+)
+RAGGED = (
+    begins("key value cache", 8)
+    | strides("key value cache", 0, "+ 8", "* 2", "/ 2")
+    | strides("key value cache", 1, "0", "+ 8", "* 2", "/ 2")
+)
+
+
+def shapes(name: str, *values: Any) -> set[str]:
+    """Return changes of an argument of `make_call`."""
+    return {f"{name} = {each}" for each in values}
+
+
+EACH = {"cache has 1 more in axis 0"} | shapes("query_dtype", "float16")
+EACH |= shapes("padding", 16)
+GROUPS = shapes("heads", 2, 6, 10, 48, 128) | shapes("kv_heads", 1, 2, 4)
+# a query tile has all heads of a group, 64 at most, or one
+LARGE_GROUPS = shapes("heads", 256)
+HEAD_SIZES = shapes("size", 64, 80, 96, 112, 256) | shapes("value_size", 128)
+# a box of 16 rows or more does not cross a block
+SLOTS = shapes("slots", 16, 48, 64)
+PADDED = shapes("padding", 8)
+IS_E5M2 = {"cache is float8_e5m2"}
+MASKS = {"sliding_window = 5", "attention_chunk_size = 5"}
+SCORES = {"logits_soft_cap = 3.0", "sinks = tensor"}
+SCALES = {f"{name} = {each}" for name in SCALED for each in ("0.5", "tensor")}
+IS_CAUSAL, MAY_BE_CAUSAL = {"causal = True"}, {"causal = True", "causal = False"}
+VARIES, IS_INVARIANT = {"batch_invariant = False"}, {"batch_invariant = True"}
+WIDE = {"out is float32"}
+OF_CALL = OF_BATCH | OF_ROWS | OF_HEADS | EACH | PADDED | GROUPS | HEAD_SIZES
+ACCEPTED = {
+    "prefill": (
+        OF_CALL | OF_TABLE | PAGES | SLOTS | LARGE_GROUPS | MASKS | SCORES | MAY_BE_CAUSAL
+        | VARIES | WIDE
+    ),
+    "prefill of ragged keys": (
+        OF_CALL | RAGGED | SLOTS | shapes("slots", 8, 24) | LARGE_GROUPS | MASKS | SCORES
+        | MAY_BE_CAUSAL | VARIES | WIDE
+    ),
+    # the cache is converted by a kernel that loads single elements of any strides
+    "FP8 prefill": (
+        OF_CALL | OF_TABLE | strides("block_table", 1)
+        | {each for axis in range(4) for each in strides("key value cache", axis)}
+        | SLOTS | shapes("slots", 8, 24) | {"cache has 1 more in axis 1"} | IS_E5M2
+        | shapes("padding", 4)
+        | LARGE_GROUPS | MASKS | SCORES | SCALES | MAY_BE_CAUSAL | VARIES | WIDE
+    ),
+    # only keys and values are loaded 16 bytes at a time
+    "FP8 decode": (
+        OF_BATCH | OF_TABLE | strides("block_table", 1)
+        | begins("query out", 1, 8)
+        | {each for axis in range(3) for each in strides("query out", axis)}
+        | strides("key value cache", 0, "0", "* 2", "/ 2")
+        | strides("key value cache", 1, "0", "* 2", "/ 2")
+        | strides("key value cache", 2, "0", "* 2", "/ 2")
+        | EACH | SLOTS | IS_E5M2 | shapes("heads", 2, 6, 10) | shapes("kv_heads", 1, 2, 4)
+        | shapes("size", 64) | shapes("value_size", 64, 128)
+        | {"query is float16", "out is float16"}
+        | {f"lse is {each}" for each in LSE_DTYPES}
+        | MASKS | SCORES | SCALES | MAY_BE_CAUSAL | VARIES | WIDE
+    ),
+    "append": OF_CALL | OF_TABLE | PAGES | SLOTS | MASKS | SCORES | IS_CAUSAL | VARIES,
+    "invariant": (
+        OF_CALL | OF_TABLE | PAGES | SLOTS | MASKS | SCORES | IS_CAUSAL | IS_INVARIANT
+    ),
+    # the call over the prefix, which has neither sinks nor, from its caller, a lower bound
+    "cascade": (
+        OF_CALL | OF_TABLE | PAGES | SLOTS | LARGE_GROUPS | SCORES | MAY_BE_CAUSAL
+        | VARIES | IS_INVARIANT | WIDE
+    ),
+    # values are the first columns of the keys, and the queries contiguous
+    "latent": (
+        OF_BATCH | OF_TABLE | begins("query out", 8)
+        | strides("out", 0, "0", "+ 8", "* 2", "/ 2")
+        | strides("out", 1, "0", "+ 8", "* 2", "/ 2")
+        | begins("cache", 8) | strides("cache", 0, "0", "* 2", "/ 2")
+        | strides("cache", 1, "* 2") | strides("cache", 2)
+        | EACH | PADDED | SLOTS | shapes("heads", 2, 6, 10, 48, 128, 256) | shapes("kv_heads", 1)
+        | shapes("size", 576) | shapes("value_size", 512) | IS_CAUSAL | VARIES
+    ),
+}  # fmt: skip
+"""The valid changes of a call that each family accepts."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_accepts_these_changes_of_a_call_and_rejects_all_others(
+    name: str,
+) -> None:
+    family, given = FAMILIES[name]
+    accepted = find_accepted(family, given)
+    assert accepted - ACCEPTED[name] == set(), "wrong rows"
+    assert ACCEPTED[name] - accepted == set(), "not rejected before"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_supports_no_call_of_another_chip(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, given = FAMILIES[name]
+    monkeypatch.setattr(family, "is_hopper", lambda device: False)
+    assert not family.supports(make_call(**given))
+
+
+@pytest.mark.parametrize("name", [each for each in FAMILIES if "prefill" not in each])
+def test_families_that_read_pages_support_no_ragged_keys(name: str) -> None:
+    family, given = FAMILIES[name]
+    assert not family.supports(make_call(**(given | {"is_paged": False})))

@@ -1,0 +1,393 @@
+"""Tests of the Hopper latent decode kernel: supported calls, compiled code, results on a GPU."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compile_latent_sm90 import BF16, CASES, FP16, Case, make_call
+from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.generators.latent_batches import LatentPlan
+from pagetwin.conformance.harness.runner import load_candidate, make_setting
+from pagetwin.conformance.laws import latents as laws
+from pagetwin.conformance.oracles.dense import judge_lse, same_bits
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.budgets import judge_rows
+from pagetwin.optimized.dispatch.dispatch import PIPELINE
+from pagetwin.optimized.kernels.sm90.latent import family as latent_family
+from pagetwin.optimized.kernels.sm90.latent.combination import ONE_ROW, TWO_ROWS
+from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
+from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
+from pagetwin.optimized.runtime.attention_call import AttentionCall
+from pagetwin.optimized.runtime.launcher import Launcher
+from support.compiler_process import json_lines
+from support.sm90_calls import needs_hopper
+from support.twins import Twin
+from torch import Tensor
+
+SCRIPT = Path(__file__).with_name("compile_latent_sm90.py")
+NAN = float("nan")
+WIDTH, VALUES = 576, 512
+
+
+@pytest.mark.compile
+def test_the_assembler_neither_spills_nor_serializes_wgmma(
+    report_lines: Callable[..., None],
+) -> None:
+    """Each consumer carries 128 accumulator registers, so a spill would be in its mainloop."""
+    lines = json_lines(SCRIPT)
+    assert len(lines) == len(CASES)
+    for line in lines:
+        report_lines(
+            f"sm_90   latent decode {line['case']:<60} {line['registers']:>3} registers"
+            f" {line['spilled']:>4} bytes spilled {line['shared']:>7} bytes shared"
+        )
+        assert not line["warnings"], line
+        assert line["shared"] <= 232448, line
+        # The producer of four row boxes per tile spills seven registers. That does not cost time:
+        # docs/kernel_notes.md has times of blocks of 16, of which a tile has four, and of 64.
+        assert line["spilled"] <= 28 * (line["numbers"]["BLOCK_SIZE"] == 16), line
+
+
+def _plan_is_made(call: AttentionCall) -> bool:
+    try:
+        latent_family.plan(call)
+    except NotImplementedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_latent_decodes_are_planned(case: Case) -> None:
+    """The kernel takes slices of a wider cache too."""
+    assert _plan_is_made(make_call(case))
+    call = make_call(case, 640)
+    assert latent_family.plan(call).takes(call)
+    assert latent_family.plan(call).kv_stride == 640
+
+
+def test_what_the_kernel_does_not_compute_has_no_plan() -> None:
+    """Other head sizes, more kv heads, values of another width, FP8, options."""
+    call = make_call(CASES[0])
+    key = call.key
+    assert not _plan_is_made(call._replace(value=key[..., :256]))
+    assert not _plan_is_made(call._replace(query=call.query[..., :512]))
+    assert not _plan_is_made(call._replace(key=key.repeat(1, 1, 2, 1)))
+    assert not _plan_is_made(call._replace(key=key.float(), value=key[..., :512]))
+    assert not _plan_is_made(call._replace(key=key[:, :40], value=key[:, :40, :, :512]))
+    for options in (
+        AttentionOptions(causal=False),
+        AttentionOptions(causal=True, sliding_window=8),
+        AttentionOptions(causal=True, attention_chunk_size=8),
+        AttentionOptions(causal=True, logits_soft_cap=1.0),
+        AttentionOptions(causal=True, sinks=torch.zeros(call.query.shape[1])),
+        AttentionOptions(causal=True, batch_invariant=True),
+    ):
+        assert not _plan_is_made(call._replace(options=options))
+
+
+def test_an_output_whose_heads_are_far_apart_has_no_plan() -> None:
+    """The offset of a head is a product of 32 bits, which was not checked."""
+    call = make_call(CASES[0])
+    _, heads, size = call.out.shape
+    for most, is_planned in ((2**31 - 1, True), (2**31 + 8 * heads, False)):
+        strides = (size, most // heads // 8 * 8, 1)
+        out = torch.empty_strided(
+            call.out.shape, strides, dtype=call.out.dtype, device="meta"
+        )
+        assert _plan_is_made(call._replace(out=out)) is is_planned
+
+
+def test_a_plan_takes_only_values_that_are_the_first_columns_of_the_keys() -> None:
+    """Addresses and lengths are not part of a signature."""
+    call = make_call(CASES[0])
+    plan = latent_family.plan(call)
+    assert plan.takes(call)
+    assert not plan.takes(call._replace(value=call.key[..., 64:]))
+    assert not plan.takes(call._replace(scale=-1.0))
+    assert plan.takes(call._replace(max_query_len=500))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_launches_get_plain_numbers(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher takes the address of an option that is not a float."""
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *args: given.append(args))
+    monkeypatch.setattr(latent_family, "count_processors", lambda device: 132)
+    call = make_call(case)
+    latent_family.plan(call).launch(call)
+    assert len(given) == 2
+    for grid, pointers, options, numbers, *_ in given:
+        assert all(type(each) is float for each in options)
+        assert all(type(each) is int for each in (*grid, *pointers, *numbers))
+
+
+@pytest.mark.parametrize("constants", [ONE_ROW, TWO_ROWS])
+def test_partial_results_are_combined_by_their_log_sum_exp(
+    constants: dict[str, int], device: torch.device
+) -> None:
+    """Row tiles in one segment keep their rows; rows of no request are cleared."""
+    torch.manual_seed(0)
+    # the third request is in one segment, the fourth has no queries, the last has three row tiles
+    heads, lengths, segments = 40, [1, 1, 1, 0, 4], 14
+    # request, row tile, first and last segment
+    found_splits = [(0, 0, 0, 1), (1, 0, 1, 10), (4, 0, 11, 12), (4, 2, 12, 13)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = int(starts[-1]) + 2
+    partial = torch.full((segments, 2, BLOCK_M.value, RANK.value), NAN)
+    partial_lse = torch.full((segments, 2, BLOCK_M.value), NAN)
+    splits = torch.full((segments, 4), -1)
+    out = torch.full((tokens * heads, RANK.value), 7.0)
+    lse = torch.full((heads, tokens), 7.0)
+    expected, expected_lse = out.clone(), lse.T.flatten()
+    expected[starts[-1] * heads :] = 0
+    expected_lse[starts[-1] * heads :] = -torch.inf
+    for req, row_tile, first, last in found_splits:
+        skipped = row_tile * BLOCK_M.value
+        rows = min(lengths[req] * heads - skipped, BLOCK_M.value)
+        begin = int(starts[req]) * heads + skipped
+        splits[first, :3] = torch.tensor([last, begin, rows])
+        segment = torch.arange(first, last + 1)
+        own = (segment, (segment == first).long(), slice(0, rows))
+        values = torch.randn(len(segment), rows, RANK.value)
+        sums = 3 * torch.randn(len(segment), rows)
+        sums[0, 0] = -torch.inf  # a part whose keys are all masked
+        partial[own], partial_lse[own] = values, sums
+        sums = sums * math.log(2)
+        mean = (values * sums.softmax(0)[..., None]).sum(0)
+        expected[begin : begin + rows] = mean
+        expected_lse[begin : begin + rows] = sums.logsumexp(0)
+    out = out.view(tokens, heads, RANK.value)
+    expected = expected.view_as(out)
+    expected_lse = expected_lse.view(tokens, heads).T
+    # in a launch there may be more programs than row tiles that are split
+    for splits_bound in (len(found_splits), segments):
+        found, found_lse = out.to(device, copy=True), lse.to(device, copy=True)
+        latent_combine_kernel[(BLOCK_M.value // constants["ROWS"], splits_bound + 1, 1)](
+            found, found_lse, partial.to(device), partial_lse.to(device),
+            splits.int().to(device), starts.int().to(device), len(lengths), heads, tokens,
+            BLOCK_M.value, segments, *out.stride()[:2], *lse.stride(), **constants,
+        )  # fmt: skip
+        torch.testing.assert_close(found.cpu(), expected)
+        torch.testing.assert_close(found_lse.cpu(), expected_lse)
+
+
+def make_batch(plan: BatchPlan) -> BatchTensors:
+    """Return a batch whose values are the first columns of its keys.
+
+    Args:
+        plan: `group` is the number of query heads. "padded" is a cache of rows of 640 elements.
+    """
+    wide = plan.layout == "padded"
+    plan = replace(plan, kv_heads=1, head_size=WIDTH, fused=False, layout="separate")
+    batch = build(plan, "cuda")
+    cache = batch.key_cache
+    if wide:
+        cache = cache.new_full((*cache.shape[:3], 640), NAN)[..., :WIDTH]
+        cache.copy_(batch.key_cache)
+    return replace(batch, key_cache=cache, value_cache=cache[..., :VALUES])
+
+
+def fresh(batch: BatchTensors) -> tuple[Tensor, Tensor]:
+    """Return an output and a log-sum-exp full of NaN."""
+    tokens, heads, _ = batch.query.shape
+    out = batch.query.new_full((tokens, heads, VALUES), NAN)
+    return out, torch.full((heads, tokens), NAN, device=out.device)
+
+
+def to_call(batch: BatchTensors, out: Tensor, lse: Tensor | None) -> AttentionCall:
+    """Return the call that computes a batch."""
+    return AttentionCall(
+        batch.query,
+        batch.key_cache,
+        batch.value_cache,
+        batch.block_table,
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.max_query_len,
+        batch.max_seq_len,
+        WIDTH**-0.5 if batch.plan.scale is None else batch.plan.scale,
+        out,
+        lse,
+        AttentionOptions(causal=True),
+    )
+
+
+def make_plan(call: AttentionCall) -> latent_family.LatentDecodePlan:
+    """Return the launch plan of a call that the kernel computes."""
+    assert latent_family.supports(call)
+    plan = latent_family.plan(call)
+    assert plan.takes(call)
+    return plan
+
+
+def run(batch: BatchTensors) -> tuple[Tensor, Tensor]:
+    """Launch the kernel into an output and a log-sum-exp full of NaN."""
+    out, lse = fresh(batch)
+    call = to_call(batch, out, lse)
+    plan = make_plan(call)
+    # the first launch goes through Triton, the second through `Launcher`
+    for _ in range(2):
+        out.fill_(NAN)
+        lse.fill_(NAN)
+        plan.launch(call)
+    return out, lse
+
+
+def assert_right(
+    batch: BatchTensors, out: Tensor, lse: Tensor, reference: Twin
+) -> None:
+    """Assert that the rows of each token and head are within their error budgets."""
+    given, dtype = batch.arguments(), batch.plan.dtype
+    exact, sizes = (torch.full_like(out, NAN, dtype=torch.float64) for _ in range(2))
+    exact_lse = torch.full_like(lse, NAN, dtype=torch.float64)
+    attend = reference.paged_attention
+    attend(**given, out=exact, lse=exact_lse, compute_dtype=torch.float64)
+    same = attend(**given, compute_dtype=dtype)
+    absolute = given | {"value_cache": batch.value_cache.abs()}
+    attend(**absolute, out=sizes, compute_dtype=torch.float64)
+    out, exact, same, sizes = (x.flatten(0, 1) for x in (out, exact, same, sizes))
+    verdict = judge_rows(out, exact, same, dtype, sizes)
+    assert verdict.ok, verdict
+    share = judge_lse(batch, lse, exact_lse)
+    assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"
+
+
+BATCHES = {
+    "one key": BatchPlan((1,), (1,)),
+    "one tile": BatchPlan((1,), (64,), needle="last"),
+    "one tile and a key": BatchPlan((1,), (65,), needle="last"),
+    "two tiles": BatchPlan((1,), (128,), needle="tile edge"),
+    "a key less": BatchPlan((1,), (127,), block_size=64, needle="block edge"),
+    "ragged": BatchPlan(
+        (1, 1, 1, 0, 1, 1, 1), (50, 200, 1, 40, 64, 129, 63), needle="last", padding=3
+    ),
+    "one to four query tokens": BatchPlan(
+        (2, 1, 4, 3, 0, 1, 4), (300, 700, 4, 65, 5, 1, 131), needle="first new", seed=1
+    ),
+    "blocks of 32": BatchPlan((1, 2), (333, 70), block_size=32, needle="block edge"),
+    "blocks of 48": BatchPlan((1, 2), (333, 70), block_size=48, needle="block edge"),
+    "blocks of 64": BatchPlan((1, 4), (333, 70), block_size=64, padding=2, seed=1),
+    "blocks of 256": BatchPlan((1, 2), (600, 70), block_size=256, needle="first"),
+    "rows of 640": BatchPlan((1, 2), (333, 64), layout="padded", needle="last"),
+    "shared blocks": BatchPlan((1, 1), (333, 400), table="shared prefix"),
+    "many splits": BatchPlan((1,), (5000,), block_size=64, needle="tile edge"),
+    "many splits of four tokens": BatchPlan(
+        (4,), (3201,), block_size=64, needle="first"
+    ),
+    "a long request beside short ones": BatchPlan(
+        (1,) * 41, (3000,) + (70,) * 40, needle="first"
+    ),
+    "more requests than are counted at once": BatchPlan(
+        (1, 2) * 130, (2, 3, 65, 17) * 65, needle="last"
+    ),
+    "bounds above the maxima": BatchPlan((1, 2), (333, 70), spare_max=2, scale=0.1),
+    "a chunk beside decodes": BatchPlan(
+        (1,) * 70 + (301,) + (2,) * 9,
+        (900,) * 40 + (70,) * 30 + (900,) * 10,
+        needle="last",
+    ),
+    "chunks of several lengths": BatchPlan(
+        (7, 90, 0, 33, 500),
+        (300, 90, 5, 700, 511),
+        block_size=64,
+        padding=3,
+        needle="first new",
+    ),
+}
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [1, 16, 40, 128])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_row_is_within_its_error_budget(
+    name: str, heads: int, reference: Twin
+) -> None:
+    """Blocks that no request has, and the ends of last blocks, hold NaN."""
+    batch = make_batch(replace(BATCHES[name], group=heads, dtype=BF16))
+    assert_right(batch, *run(batch), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rows_in_float16_are_within_their_error_budgets(
+    heads: int, reference: Twin
+) -> None:
+    plan = replace(BATCHES["one to four query tokens"], group=heads, dtype=FP16)
+    batch = make_batch(plan)
+    assert_right(batch, *run(batch), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [16, 128])
+def test_many_launches_in_a_row_give_the_same_bits(heads: int) -> None:
+    """With the log-sum-exp and without it."""
+    plan = replace(BATCHES["many splits of four tokens"], group=heads, dtype=BF16)
+    batch = make_batch(plan)
+    expected, expected_lse = run(batch)
+    for has_lse in (True, False):
+        out, lse = fresh(batch)
+        call = to_call(batch, out, lse if has_lse else None)
+        launch_plan = make_plan(call)
+        for _ in range(20):
+            out.fill_(NAN)
+            launch_plan.launch(call)
+            assert same_bits(out, expected)
+        assert not has_lse or same_bits(lse, expected_lse)
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_captured_launch_serves_other_lengths(heads: int, reference: Twin) -> None:
+    lengths = (900, 300, 1300, 64)
+    plan = BatchPlan((1, 1, 2, 1), lengths, group=heads, dtype=BF16, needle="first")
+    batch = make_batch(plan)
+    out, lse = run(batch)  # compiles
+    call = to_call(batch, out, lse)
+    launch_plan = make_plan(call)
+    launch_plan.launch(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch_plan.launch(call)
+    for fewer in (0, 37, 200):
+        shorter = [max(length - fewer, 2) for length in lengths]
+        batch.seq_lens.copy_(torch.tensor(shorter, dtype=torch.int32))
+        out.fill_(NAN)
+        lse.fill_(NAN)
+        graph.replay()
+        assert_right(batch, out, lse, reference)
+
+
+LATENTS = LatentPlan(
+    (1, 2, 0, 4, 1), (130, 64, 5, 65, 1), rank=512, rope=64, padding=2, dtype=BF16
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("needle", ["none", "first", "last", "tile edge"])
+@pytest.mark.parametrize("heads", [3, 128])
+def test_the_laws_on_latents_hold_for_the_widths_of_the_kernel(
+    heads: int, needle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The laws draw smaller widths, which the portable kernels compute."""
+    launched = []
+    launch = latent_family.LatentDecodePlan.launch
+
+    def count(self: latent_family.LatentDecodePlan, call: AttentionCall) -> None:
+        launched.append(call)
+        launch(self, call)
+
+    monkeypatch.setattr(latent_family.LatentDecodePlan, "launch", count)
+    PIPELINE.plans.clear()  # a call that was repeated would not be planned
+    setting = make_setting(load_candidate("optimized"), "cuda")
+    plan = replace(LATENTS, heads=heads, needle=needle)
+    for is_rope in (False, True):
+        laws.a_needle_among_latents_is_found(
+            setting, ("latent_decode_attention", replace(plan, is_rope=is_rope))
+        )
+    assert len(launched) == 2

@@ -1,0 +1,310 @@
+"""The kernels for Hopper, run on the CPU role by role (gluon_interpreter).
+
+A GPU shows whether results are right; these tests also fail where a kernel is right by luck: shared
+memory that is read before it is waited for, or overwritten while a product or copy reads it. They
+do not replace the tests on a GPU: registers, layouts and the compiler are not interpreted.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.gluon_interpreter import InterpreterError
+from pagetwin.gluon_interpreter.kernels import change_module
+from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
+from pagetwin.gluon_interpreter.values import Memory, Pointer, Value, lift
+from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
+from pagetwin.optimized.kernels.sm90.common.config import SWIZZLED, SWIZZLED_32_BIT
+from support.hopper import CASES, check, launch, make_batch, pretend_hopper
+from support.hopper_checks import FAR, check_far
+from support.twins import TWINS, Twin
+from triton.experimental.gluon import language as gl
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+)
+SM90 = Path(__file__).parents[2] / "optimized/kernels/sm90"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_is_within_its_error_budget(
+    name: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretend_hopper(monkeypatch) as launches:
+        check(CASES[name], reference)
+    assert launches.made
+
+
+@pytest.mark.parametrize("lateness", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "name",
+    ["prefill, head size 64", "append, several segments", "invariant", "latent"],
+)
+def test_the_order_of_roles_programs_and_copies_changes_no_bit(
+    name: str, lateness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(CASES[name])
+    results = []
+    for seed in (1, 2):
+        with pretend_hopper(monkeypatch, seed, lateness=lateness, pause_rate=0.3):
+            results.append(launch(CASES[name], batch))
+    for one, other in zip(*results, strict=True):
+        assert same_bits(one, other)
+
+
+def test_a_call_of_the_twin_is_computed_by_the_kernel_for_hopper(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short requests by the portable decode kernel, long ones by the prefill kernel."""
+    batch = build(
+        BatchPlan(
+            (1, 70), (50, 90), head_size=64, dtype=torch.float16, kv_heads=1, group=2
+        )
+    )
+    with pretend_hopper(monkeypatch) as launches:
+        out = TWINS["optimized"].raw.paged_attention(**batch.arguments())
+    assert launches.made == ["prefill_kernel"]
+    right = reference.paged_attention(**batch.arguments(), compute_dtype=torch.float64)
+    torch.testing.assert_close(out.double(), right.double(), atol=2e-3, rtol=2e-3)
+
+
+def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_launch(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests of 70 tokens were announced; a captured batch got one of 70 and one of 3."""
+    batch = build(
+        BatchPlan(
+            (70, 3), (90, 50), head_size=64, dtype=torch.float16, kv_heads=1, group=2,
+            padding=67,
+        )
+    )  # fmt: skip
+    decodes: list[Any] = []
+    monkeypatch.setattr(
+        PortableDecodePlan, "launch", lambda *call: decodes.append(call)
+    )
+    out, lse = batch.fresh()
+    with pretend_hopper(monkeypatch) as launches:
+        TWINS["optimized"].raw.paged_attention(**batch.arguments(), out=out, lse=lse)
+    assert launches.made == ["prefill_kernel"] and not decodes
+    right, right_lse = batch.fresh()
+    reference.paged_attention(**batch.arguments(), out=right, lse=right_lse)
+    torch.testing.assert_close(out, right, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
+    assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
+
+
+@pytest.mark.parametrize(("axis", "name"), FAR)
+def test_offsets_of_more_than_32_bits_change_no_bit(
+    axis: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_far(axis, name, monkeypatch)
+
+
+class Fault(NamedTuple):
+    """A change of a kernel that a GPU may or may not show.
+
+    Args:
+        file: in `optimized/kernels/sm90`.
+        old, new: the text that is there, and what takes its place.
+        case: one of CASES that shows it.
+        report: what the interpreter says.
+    """
+
+    file: str
+    old: str
+    new: str
+    case: str
+    report: str
+
+
+FAULTS = {
+    "rows are cleared without a fence": Fault(
+        "common/load_kv.py",
+        "            fence_async_shared()\n            shared.v_pipe",
+        "            shared.v_pipe",
+        "prefill, head size 128",
+        "expected fence_async_shared",
+    ),
+    "an output tile is stored without a fence": Fault(
+        "prefill/epilogue.py",
+        "        fence_async_shared()\n        if HAS_HEADS",
+        "        if HAS_HEADS",
+        "prefill, float16, whole tiles",
+        "expected fence_async_shared",
+    ),
+    "keys are released before the product is complete": Fault(
+        "common/mainloop.py",
+        "    qk = warpgroup_mma_wait(0, deps=[qk])\n"
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "    shared.k_pipe.consumer_release(kv_state)\n"
+        "    qk = warpgroup_mma_wait(0, deps=[qk])\n    if config.SPLIT_TILES",
+        "prefill, many tiles",
+        "expected a barrier between",
+    ),
+    "a product is not waited for": Fault(
+        "common/mainloop.py",
+        "    qk = warpgroup_mma_wait(0, deps=[qk])\n"
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "prefill, head size 128",
+        "used before warpgroup_mma_wait",
+    ),
+    "queries are loaded where an output is still stored from": Fault(
+        "common/mainloop.py",
+        "        tma.store_wait(0)\n        shared.q_pipe",
+        "        shared.q_pipe",
+        "prefill, many work items",
+        "expected a barrier between|overwritten before it was stored",
+    ),
+    "keys are never released": Fault(
+        "common/mainloop.py",
+        "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
+        "    if config.SPLIT_TILES",
+        "prefill, head size 128",
+        "deadlock: role",
+    ),
+    "fewer bytes are expected than are loaded": Fault(
+        "common/load_kv.py",
+        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)",
+        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM))",
+        "prefill, head size 128",
+        # a phase ends early, so the next one has too many bytes, or a tile is read too early
+        "of 1 arrivals and -|overwritten before the product|expected a barrier between",
+    ),
+    "a table is read past its end": Fault(
+        "common/load_kv.py",
+        "gl.minimum(position // BLOCK_SIZE, last_entry)",
+        "position // BLOCK_SIZE + 1000",
+        "prefill, head size 128",
+        "a load of the elements",
+    ),
+    "a counter is left as it is": Fault(
+        "append/consumer.py",
+        "        gl.store(semaphore, 0)\n",
+        "        pass\n",
+        "append, several segments",
+        "counters are not 0",
+    ),
+    "two KV heads share a counter": Fault(
+        "append/consumer.py",
+        "gl.num_programs(0) + gl.program_id(0)) *",
+        "gl.num_programs(0)) *",
+        "append, several segments",
+        "contains NaN or infinity|two programs store to one element|Verdict",
+    ),
+    "two requests share a counter": Fault(
+        "append/consumer.py",
+        "(first * gl.num_programs(0) + gl.program_id(0)) *",
+        "gl.program_id(0) *",
+        "append, two requests in several segments",
+        "contains NaN or infinity|two programs store to one element",
+    ),
+    "two warpgroups share a counter": Fault(
+        "append/consumer.py",
+        "output.semaphores + CONSUMER",
+        "output.semaphores",
+        "append, two warpgroups, several segments",
+        "contains NaN or infinity|two programs store to one element",
+    ),
+    "a thread arrives before the others have stored": Fault(
+        "append/consumer.py",
+        "    barrier()\n    thread",
+        "    thread",
+        "append, several segments",
+        "after stores: expected a barrier between",
+    ),
+    "the last partial result is left out": Fault(
+        "append/combine.py",
+        "segment <= last",
+        "segment < last",
+        "append, several segments",
+        "row 0: error|Verdict",
+    ),
+    "weights are read before they are there": Fault(
+        "latent/consumer.py",
+        "                p_full_wait()\n"
+        "                alpha = shared.alpha.load(ACC_ROWS)\n",
+        "                alpha = shared.alpha.load(ACC_ROWS)\n"
+        "                p_full_wait()\n",
+        "latent",
+        "expected a barrier between",
+    ),
+    "the turn of the tensor cores is not handed back": Fault(
+        "common/pipeline.py",
+        "        ping_pong_wait(0)\n",
+        "        pass\n",
+        "prefill, head size 64",
+        "does not end as it began|more than 256 threads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_reported(
+    name: str, reference: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of a few orders of the roles; the kernel as it is passes in all of them."""
+    fault = FAULTS[name]
+    text = (SM90 / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1
+    path = tmp_path / Path(fault.file).name
+    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+    module = fault.file.removesuffix(".py").replace("/", ".")
+    reports = []
+    for seed in range(4):
+        try:
+            with (
+                change_module(f"pagetwin.optimized.kernels.sm90.{module}", path),
+                pretend_hopper(monkeypatch, seed, lateness=0.9, pause_rate=0.3),
+            ):
+                check(CASES[fault.case], reference)
+        except AssertionError as error:
+            reports.append(str(error))
+            break
+    assert reports
+    assert any(each in reports[0] for each in fault.report.split("|")), reports
+
+
+def test_a_tile_has_the_bytes_of_the_hardware() -> None:
+    """16-byte units change places with the number of the 128-byte row; columns 64 and on follow."""
+    order = tile_order((64, 128), SWIZZLED.value, 2)
+    assert order[0, :8].tolist() == list(range(8))
+    assert order[1, :16].tolist() == [*range(72, 80), *range(64, 72)]
+    assert order[8, 0] == 8 * 64
+    assert order[0, 64] == 64 * 64
+    assert sorted(order.flatten().tolist()) == list(range(64 * 128))
+
+
+def test_two_views_of_a_buffer_have_the_same_bytes() -> None:
+    whole = SharedView(Buffer(2 * 16 * 128), gl.bfloat16, [2, 16, 64], SWIZZLED.value)
+    numbers = torch.arange(2 * 16 * 64).view(2, 16, 64).bfloat16()
+    whole.write(numbers, None)
+    wide = whole.reinterpret(gl.bfloat16, [16, 128], SWIZZLED.value)
+    assert torch.equal(wide.read(), torch.cat((numbers[0], numbers[1]), 1))
+    words = whole.reinterpret(gl.int32, [4, 8, 32], SWIZZLED_32_BIT.value).index(1)
+    assert torch.equal(words.read().view(torch.bfloat16), numbers[0, 8:])
+    columns = wide.slice(64, 32, 1).permute((1, 0))
+    assert torch.equal(columns.read(), numbers[1, :, :32].T)
+
+
+def test_integers_divide_as_on_a_gpu_and_do_not_overflow() -> None:
+    assert int(lift(-7) // lift(2)) == -3 and int(lift(-7) % lift(2)) == -1
+    tile = Value(torch.tensor([-7, 7], dtype=torch.int32), gl.int32)
+    assert (tile // 2).data.tolist() == [-3, 3] and (tile % 4).data.tolist() == [-3, 3]
+    for large in (lift(2**31 - 1), tile + (2**31 - 8)):
+        with pytest.raises(InterpreterError):
+            large + 1
+
+
+def test_an_access_outside_of_a_tensor_is_reported() -> None:
+    memory = Memory(torch.arange(12).view(3, 4)[:, 1:3])
+    assert len(memory.flat) == 10
+    everything = Value(torch.tensor([0, 9]), gl.int64)
+    pointer = Pointer(memory, 0) + everything
+    memory.check(pointer.data, torch.tensor([True, True]), "a load")
+    with pytest.raises(InterpreterError, match="spans 10"):
+        memory.check((pointer + 1).data, torch.tensor([True, True]), "a load")
+    memory.check((pointer + 1).data, torch.tensor([True, False]), "a load")

@@ -1,0 +1,176 @@
+"""KV tiles of the Hopper prefill kernel: the tiles and masks of every warpgroup, on the host."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pagetwin.optimized.kernels.sm90.common.config import (
+    MASK_BEGIN,
+    MASK_END,
+    Config,
+    choose_consumers,
+    choose_masks,
+    count_tokens,
+    has_lower_bound,
+)
+from pagetwin.optimized.kernels.sm90.prefill import scheduler
+from sm90_on_host import Int32, run_on_host
+
+
+def check_tiles(
+    names: dict[str, Any], config: Config, query_len: int, kv_len: int
+) -> None:
+    """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
+    consumers = config.CONSUMERS
+    tokens, block_n = count_tokens.fn(config), config.BLOCK_N
+    tile_tokens = consumers * tokens
+    masks = choose_masks.fn(config)
+    keys = np.arange(-(-kv_len // block_n) * block_n)
+    batch = SimpleNamespace(num_heads=Int32(1))
+    request = scheduler.RequestBounds(
+        Int32(0), Int32(query_len), Int32(kv_len), Int32(0)
+    )
+    items = scheduler.ItemRange(0, Int32(0), Int32(1), 0, 0)
+    for item in range(-(-query_len // tile_tokens)):
+        work = names["locate_work"](
+            batch, Int32(item), items, request, config, tile_tokens
+        )
+        if work.num_kv_tiles <= 0:
+            continue
+        first_tile = names["first_kv_tile"](work, config)
+        end_tile = first_tile + work.num_kv_tiles
+        for consumer in range(consumers):
+            position = work.position + consumer * tokens
+            own = names["find_tiles"](work, position, config)
+            # the same tiles pass through the pipeline for every warpgroup
+            assert own.after >= 0 and own.before >= 0
+            assert own.last + 1 + own.after == end_tile
+            assert own.first - own.before == first_tile
+            assert own.first <= own.full_begin <= own.full_end <= own.last
+
+            rows = np.arange(position, position + tokens)
+            rows = rows[(rows >= 0) & (rows < kv_len)][:, None]
+            ends = np.minimum(rows + 1, kv_len) if config.CAUSAL else rows * 0 + kv_len
+            begins = rows * 0
+            if config.WINDOW:
+                begins = np.maximum(begins, rows - config.WINDOW + 1)
+            if config.CHUNK_SIZE:
+                begins = np.maximum(begins, rows - rows % config.CHUNK_SIZE)
+            for row, begin in zip(rows.flat, begins.flat, strict=True):
+                assert begin == names["first_visible_key"](Int32(row), config)
+            is_after, is_before = keys >= ends, keys < begins
+            is_visible = ~is_after & ~is_before
+            tiles = np.flatnonzero(
+                is_visible.any(0).reshape(-1, block_n).any(1)
+            ).tolist()
+            if not tiles:
+                continue
+            assert own.first <= tiles[0] and tiles[-1] <= own.last
+            if has_lower_bound.fn(config):
+                assert (own.first, own.last) == (tiles[0], tiles[-1])
+            for tile in range(own.first, own.last + 1):
+                mask = 0
+                if tile == own.last or tile >= own.full_end:
+                    mask = masks[0]
+                elif tile < own.full_begin:
+                    mask = masks[1]
+                columns = slice(tile * block_n, (tile + 1) * block_n)
+                assert mask & MASK_END.value or not is_after[:, columns].any()
+                assert mask & MASK_BEGIN.value or not is_before[:, columns].any()
+
+
+def check_all_tiles(*mutations: tuple[str, str]) -> None:
+    """Run `check_tiles` for windows and chunks around the sizes of tiles and warpgroups."""
+    names = run_on_host(*mutations)
+    limits = [(0, 0), (40, 150), (200, 64)]
+    limits += [
+        (window, 0) for window in (1, 63, 64, 65, 66, 128, 130, 191, 192, 193, 330)
+    ]
+    limits += [(0, chunk) for chunk in (64, 100, 127, 128, 300)]
+    shapes = [(1, 1), (64, 64), (200, 200), (300, 700), (129, 514), (400, 300)]
+    tiles = [(64, 64, 1), (64, 128, 1), (128, 128, 1), (256, 64, 1)]
+    tiles += [(64, 64, 8), (128, 128, 4), (256, 64, 64)]
+    for head_dim, block_n, group in tiles:
+        for window, chunk_size in limits:
+            causals = (True,) if window or chunk_size else (True, False)
+            for causal, shape in itertools.product(causals, shapes):
+                config = Config(
+                    head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
+                    GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
+                )  # fmt: skip
+                check_tiles(names, config, *shape)
+
+
+def test_a_warpgroup_computes_its_kv_tiles_with_the_masks_that_they_need() -> None:
+    check_all_tiles()
+
+
+WRONG_TILES = {
+    "a window of one key more": (
+        "position - (config.WINDOW - 1)",
+        "position - config.WINDOW",
+    ),
+    "a window of one key less": (
+        "position - (config.WINDOW - 1)",
+        "position - (config.WINDOW - 2)",
+    ),
+    "a chunk that begins late": (
+        "position // config.CHUNK_SIZE * config.CHUNK_SIZE",
+        "position // config.CHUNK_SIZE * config.CHUNK_SIZE + 1",
+    ),
+    "the last row is of another warpgroup": (
+        "last_row = position + count_tokens(config) - 1",
+        "last_row = position + count_tokens(config)",
+    ),
+    "the first row stands for the last": (
+        "last_row = position + count_tokens(config) - 1",
+        "last_row = position",
+    ),
+    "the tile with the last key is skipped": (
+        "gl.maximum(last_row // BLOCK_N, first)",
+        "gl.maximum((last_row - 1) // BLOCK_N, first)",
+    ),
+    "no tile after the last is skipped": ("last = own_last", "pass"),
+    "the tile with the first key is skipped": (
+        "gl.minimum(first_visible_key(position, config) // BLOCK_N, last)",
+        "gl.minimum((first_visible_key(position, config) + BLOCK_N - 1) // BLOCK_N, last)",
+    ),
+    "the first tile is of the last row": (
+        "gl.minimum(first_visible_key(position, config) // BLOCK_N, last)",
+        "gl.minimum(first_visible_key(last_row, config) // BLOCK_N, last)",
+    ),
+    "no tile before the first is skipped": ("first = own_first", "pass"),
+    "skipped tiles are not counted": ("before = own_first - first", "before = 0"),
+    "no mask at the begin of the last row's window": (
+        "(first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N",
+        "first_visible_key(last_row, config) // BLOCK_N",
+    ),
+    "no mask at the begin of the first row's window only": (
+        "(first_visible_key(last_row, config) + BLOCK_N - 1) // BLOCK_N",
+        "(first_visible_key(position, config) + BLOCK_N - 1) // BLOCK_N",
+    ),
+    "no mask on the diagonal": (
+        "full_end = gl.maximum(position + 1, 0) // BLOCK_N",
+        "full_end = gl.maximum(last_row + 1, 0) // BLOCK_N",
+    ),
+    "no mask on the diagonal of a work item": (
+        "full_end = gl.maximum(work.position + 1, 0) // BLOCK_N",
+        "full_end = work.seq_len // BLOCK_N",
+    ),
+    "a work item without its last tile": (
+        "num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N",
+        "num_kv_tiles = kv_end // BLOCK_N",
+    ),
+    "a work item with tiles of another window": (
+        "num_kv_tiles -= first_visible_key(position, config) // BLOCK_N",
+        "num_kv_tiles -= first_visible_key(position + TILE_TOKENS, config) // BLOCK_N",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TILES)
+def test_a_wrong_bound_of_the_kv_tiles_is_found(name: str) -> None:
+    with pytest.raises(AssertionError):
+        check_all_tiles(WRONG_TILES[name])

@@ -1,0 +1,88 @@
+"""The record of the mutants of the kernels for Hopper, and a sample of them."""
+
+import time
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from mutants import run_hopper
+from mutants.generate import generate, read_reasons, sample
+from mutants.hopper import REASONS, folder_of, hopper_files, without_layouts
+from mutants.hopper_calls import CALLS, Call
+from mutants.mutant import ROOT
+from mutants.record import HOPPER_RECORD, read_record
+from mutants.run_hopper import judge
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+)
+ALL = generate(hopper_files(), read_reasons(REASONS))
+MUTANTS = without_layouts(ALL)
+BY_ID = {each.id: each for each in MUTANTS}
+RECORD = read_record(HOPPER_RECORD)
+
+
+def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
+    reasons = read_reasons(REASONS)
+    for each in RECORD.values():
+        assert each.how != "alive", each
+        assert (each.by in CALLS) == (each.how == "killed"), each
+        assert (each.how == "equivalent") == (each.id in reasons), each
+    assert all(len(reason.split()) > 5 for reason in reasons.values())
+    assert reasons.keys() <= RECORD.keys()
+    assert list(RECORD) == sorted(RECORD)
+
+
+def test_most_recorded_mutants_are_of_todays_functions() -> None:
+    stale = [
+        each.id
+        for each in RECORD.values()
+        if each.id not in BY_ID or BY_ID[each.id].digest != each.digest
+    ]
+    assert len(stale) * 4 < len(RECORD), "out of date: run make mutants-hopper"
+
+
+def test_a_part_of_the_mutants_of_each_folder_is_recorded() -> None:
+    every = Counter(folder_of(each.file) for each in MUTANTS)
+    tried = Counter(folder_of(each.file) for each in MUTANTS if each.id in RECORD)
+    for folder, count in every.items():
+        assert tried[folder] * 25 > count, folder
+
+
+def test_only_layouts_are_left_as_they_are() -> None:
+    left_out = [each for each in ALL if each.id not in BY_ID]
+    assert len(MUTANTS) > 3000 and left_out
+    for each in left_out:
+        text = (ROOT / each.file).read_bytes()[: each.end].decode()
+        assert "Layout(" in "".join(text.splitlines(keepends=True)[-5:]), each.id
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"), [(_spin, "hangs"), (partial(time.sleep, 3), "alive")]
+)
+def test_a_call_hangs_if_it_takes_too_much_cpu_time(
+    call: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = MUTANTS[0]
+    calls = {"a call": Call(folder_of(mutant.file), 1, call)}
+    monkeypatch.setattr(run_hopper, "CALLS", calls)
+    monkeypatch.setattr(run_hopper, "CPU_SECONDS", 1)
+    ((entry, what, _),) = judge([mutant], 1, {})
+    assert entry.how == expected, what
+
+
+@pytest.mark.long
+def test_recorded_mutants_are_found_again() -> None:
+    """A sample of those that were killed, in the order that the record suggests."""
+    killed = {each.id: each for each in RECORD.values() if each.is_killed}
+    chosen = sample([BY_ID[name] for name in killed if name in BY_ID], 12, seed=1)
+    alive = [each.id for each, _, _ in judge(chosen, 1, killed) if not each.is_killed]
+    assert not alive

@@ -1,0 +1,74 @@
+"""Code of the host calls no function of a kernel's code: Triton changes the arguments of some."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.source_tree import ROOT
+
+pytestmark = pytest.mark.quick
+
+OPTIMIZED = ROOT / "optimized"
+OF_KERNELS = ("jit", "constexpr_function", "aggregate")
+"""Decorators of functions and classes of which kernels are made."""
+
+
+def decorators(node: ast.AST) -> list[str]:
+    """Return the last names of a definition's decorators."""
+    given = getattr(node, "decorator_list", [])
+    plain = [each.func if isinstance(each, ast.Call) else each for each in given]
+    return [ast.unparse(each).rsplit(".", 1)[-1] for each in plain]
+
+
+def constexpr_functions(tree: ast.Module) -> set[str]:
+    """Return the names of a module's functions that Triton evaluates while it compiles."""
+    return {
+        each.name
+        for each in tree.body
+        if isinstance(each, ast.FunctionDef)
+        and "constexpr_function" in decorators(each)
+    }
+
+
+def host_calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls that the host makes."""
+    for child in ast.iter_child_nodes(node):
+        if any(each in OF_KERNELS for each in decorators(child)):
+            continue
+        if isinstance(child, ast.Call):
+            yield child
+        yield from host_calls(child)
+
+
+def wrong_calls(path: Path, names: set[str]) -> list[str]:
+    """Return the calls of named functions by the host, with their lines."""
+    calls = host_calls(ast.parse(path.read_text(encoding="utf-8")))
+    return [
+        f"{path.relative_to(ROOT)}:{each.lineno}: {ast.unparse(each)}"
+        for each in calls
+        if isinstance(each.func, ast.Name) and each.func.id in names
+    ]
+
+
+def test_the_host_calls_no_function_that_triton_evaluates() -> None:
+    """Triton 3.6 gives it a NamedTuple as a tuple: each attention call of Hopper with a group that
+    does not divide 64 raised an AttributeError.
+    """
+    trees = {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(OPTIMIZED.rglob("*.py"))
+    }
+    defined = {path: constexpr_functions(tree) for path, tree in trees.items()}
+    found = []
+    for path, tree in trees.items():
+        names = set(defined[path])
+        for each in ast.walk(tree):
+            if not isinstance(each, ast.ImportFrom) or not each.level:
+                continue
+            folder = path.parents[each.level - 1]
+            source = folder.joinpath(*(each.module or "").split(".")).with_suffix(".py")
+            given = {name.name: name.asname or name.name for name in each.names}
+            names |= {given[one] for one in defined.get(source, set()) & set(given)}
+        found += wrong_calls(path, names)
+    assert sum(map(len, defined.values())) > 20 and found == []

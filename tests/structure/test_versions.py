@@ -1,0 +1,287 @@
+"""Versions of torch, triton, numpy and xFormers: declared, repaired, rejected and tested."""
+
+import json
+import platform
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import triton
+import triton.language as tl
+import version_matrix
+from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.engine import triton_versions
+from pagetwin.engine.triton_versions import repair_interpreter, why_no_triton
+from pagetwin.optimized.backends.xformers_split_k import FITS
+from pagetwin.optimized.runtime.launcher import Launcher, check_launch
+from version_matrix import CORNERS, NotInstalled
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def project() -> dict[str, Any]:
+    """Return the project's declarations."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        declared: dict[str, Any] = tomllib.load(file)["project"]
+    return declared
+
+
+# ---- what is declared
+
+
+def test_sentences_and_declarations_name_the_same_versions(
+    project: dict[str, Any],
+) -> None:
+    (declared,) = [each for each in project["dependencies"] if "triton" in each]
+    assert declared.startswith("triton>=3.6,<3.10;")
+    assert triton_versions.TRITON_RANGE == "3.6 to 3.9"
+    for machine in triton_versions.MACHINES:
+        assert f"platform_machine == '{machine}'" in declared
+    extra = project["optional-dependencies"]["xformers"]
+    assert {each.partition(";")[0] for each in extra} == {
+        "xformers==0.0.35",
+        "torch<2.15",
+        "triton<3.9",
+    }
+    assert "xformers 0.0.35 with torch 2.10 to 2.14 and triton 3.6 to 3.8" in FITS
+
+
+def test_no_required_dependency_is_pinned_exactly(project: dict[str, Any]) -> None:
+    """The exact pin of xFormers, and torch < 2.14, kept pagetwin out of vLLM's environment."""
+    assert [
+        each for each in project["dependencies"] if "==" in each.split(";")[0]
+    ] == []
+    assert not any(each.startswith("xformers") for each in project["dependencies"])
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "words"),
+    [
+        ("Linux", "x86_64", "which is not installed: pip install 'triton>=3.6,<3.10'"),
+        ("Linux", "aarch64", "which is not installed: pip install 'triton>=3.6,<3.10'"),
+        ("Linux", "riscv64", "has wheels for Linux on x86_64 and aarch64 only (here: Linux"),
+        ("Darwin", "arm64", "(here: Darwin on arm64); pagetwin.reference has the same"),
+    ],
+)  # fmt: skip
+def test_a_missing_triton_is_explained_for_the_machine(
+    system: str, machine: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    assert words in why_no_triton()
+
+
+# ---- triton's interpreter
+
+
+@triton.jit
+def masked_sum_kernel(numbers, count, limit, out, BLOCK: tl.constexpr):
+    bound = tl.load(count)
+    offset = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for step in range(bound):
+        is_read = (offset < bound) & (bound <= limit)
+        total += tl.load(numbers + offset, mask=is_read, other=0) * (step + 1)
+    tl.store(out + offset, total)
+
+
+def test_a_loaded_number_bounds_a_loop_and_takes_part_in_a_mask(
+    device: torch.device,
+) -> None:
+    """Triton 3.6 beside numpy 2.4 rejected the loop bound, and triton 3.9 the mask."""
+    numbers = torch.tensor([1.0, 10.0, 100.0, 1000.0], device=device)
+    count = torch.tensor([3], dtype=torch.int32, device=device)
+    out = torch.empty_like(numbers)
+    check_launch(out)
+    masked_sum_kernel[(1,)](numbers, count, 5, out, BLOCK=4)
+    assert out.tolist() == [6.0, 60.0, 600.0, 0.0]
+
+
+class Scope:
+    """Methods that the interpreter has replaced, by name."""
+
+    def __init__(self) -> None:
+        self.methods: dict[str, Any] = {}
+
+    def set_attr(self, owner: Any, name: str, method: Any) -> None:
+        self.methods[name] = method
+
+
+def interpreter_of(version: str) -> Any:
+    """Return a module with the parts of triton's interpreter that are repaired."""
+
+    class InterpreterBuilder:
+        def create_splat(self, block: Any, number: Any) -> Any:
+            return number.dtype
+
+    return SimpleNamespace(
+        triton=SimpleNamespace(__version__=version),
+        tl=tl,
+        TensorHandle=lambda data, dtype: SimpleNamespace(data=data, dtype=dtype),
+        InterpreterBuilder=InterpreterBuilder,
+        _patch_lang_tensor=lambda tensor, scope: scope.set_attr(tensor, "T", None),
+    )
+
+
+@pytest.mark.parametrize(
+    ("with_triton", "with_numpy", "is_repaired"),
+    [("3.6.0", "2.4.0", True), ("3.6.0", "2.3.5", False), ("3.7.1", "2.5.5", False)],
+)
+def test_loop_bounds_are_repaired_for_triton_3_6_beside_numpy_2_4(
+    with_triton: str,
+    with_numpy: str,
+    is_repaired: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(numpy, "__version__", with_numpy)
+    interpreter = interpreter_of(with_triton)
+    repair_interpreter.__wrapped__(interpreter)
+    scope = Scope()
+    interpreter._patch_lang_tensor(tl.tensor, scope)
+    assert set(scope.methods) == ({"T", "__index__"} if is_repaired else {"T"})
+    if is_repaired:
+        one = SimpleNamespace(handle=SimpleNamespace(data=numpy.array([7])))
+        assert scope.methods["__index__"](one) == 7
+
+
+def test_kernels_that_are_checked_run_in_a_repaired_interpreter(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only the launches of this package were repaired, and other kernels could not run."""
+    interpreter = interpreter_of("3.6.0")
+    monkeypatch.setattr(numpy, "__version__", "2.4.0")
+    monkeypatch.setitem(sys.modules, "triton.runtime.interpreter", interpreter)
+    # this interpreter cannot be hashed, so its repair cannot be cached
+    monkeypatch.setattr(
+        triton_versions, "repair_interpreter", repair_interpreter.__wrapped__
+    )
+    adapter = tmp_path / "my_repaired_kernels.py"
+    adapter.write_text("def paged_attention(): pass")
+    load_candidate(str(adapter))
+    scope = Scope()
+    interpreter._patch_lang_tensor(tl.tensor, scope)
+    assert "__index__" in scope.methods
+
+
+@pytest.mark.parametrize(
+    ("version", "dtype"), [("3.8.0", tl.int32), ("3.9.0", tl.int1)]
+)
+def test_booleans_stay_booleans_in_triton_3_9(version: str, dtype: Any) -> None:
+    interpreter = interpreter_of(version)
+    repair_interpreter.__wrapped__(interpreter)
+    # the handle of a comparison's result has the dtype of what was compared
+    result = interpreter.TensorHandle(numpy.array([True]), tl.int32)
+    assert interpreter.InterpreterBuilder().create_splat(None, result) == dtype
+    number = interpreter.TensorHandle(numpy.array([7], numpy.int32), tl.int32)
+    assert interpreter.InterpreterBuilder().create_splat(None, number) == tl.int32
+
+
+# ---- triton's launch
+
+
+@pytest.mark.parametrize(
+    "encode", [lambda arg, meta: [arg, meta], lambda arg, meta, _: [arg, meta]]
+)
+def test_a_tensor_map_is_encoded_by_each_version_of_triton(
+    encode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 3.8 added an argument, and the second launch on Hopper raised a TypeError."""
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode)
+    launcher = Launcher(None, lambda: (), {}, 4, 1)
+    launcher._map_kinds = ["kind of map 0", "kind of map 1"]
+    assert launcher.encode(1, "descriptor") == ["descriptor", "kind of map 1"]
+
+
+# ---- the matrix
+
+
+def test_the_record_is_of_declared_corners_and_none_has_failed() -> None:
+    record = json.loads(version_matrix.RECORD.read_text(encoding="utf-8"))["corners"]
+    declared = {each.name: each for each in CORNERS}
+    assert list(record) == [name for name in declared if name in record]
+    for name, found in record.items():
+        corner = declared[name]
+        assert (found["torch"], found["triton"]) == (corner.torch, corner.triton)
+        assert ("reason" in found) != ("versions" in found), name
+        assert found.get("failures", []) == [], name
+
+
+def test_a_corner_that_fails_does_not_end_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def install(corner: version_matrix.Corner, cuda_builds: bool) -> Path:
+        if corner.name == "newest":
+            raise NotInstalled("torch 2.15 is a CUDA build")
+        return tmp_path
+
+    def run_tests(python: Path, corner: version_matrix.Corner, workers: int) -> Any:
+        failed = ["a.test"] if corner.name == "oldest" else []
+        return {"passed": 9, "failed": len(failed), "skipped": 1, "failures": failed}
+
+    versions = {"python": "3.10.1", "torch": "2.10.0"}
+    monkeypatch.setattr(version_matrix, "install", install)
+    monkeypatch.setattr(version_matrix, "run_tests", run_tests)
+    monkeypatch.setattr(version_matrix, "installed_versions", lambda python: versions)
+    monkeypatch.setattr(version_matrix, "RECORD", tmp_path / "versions.json")
+    monkeypatch.setattr(version_matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "oldest", "newest", "torch-2.13"])
+    assert version_matrix.main() == 1
+    record = json.loads((tmp_path / "versions.json").read_text())["corners"]
+    assert list(record) == ["oldest", "torch-2.13", "newest"]
+    assert record["newest"]["reason"] == "torch 2.15 is a CUDA build"
+    assert record["oldest"]["failures"] == ["a.test"]
+    printed = capsys.readouterr().out
+    assert "9 passed, 1 failed, 1 skipped" in printed
+    assert "torch 2.15 is a CUDA build" in printed
+
+
+def test_a_corner_that_cannot_be_installed_keeps_the_entry_of_its_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A machine that installs no CUDA builds replaced the result of one that did."""
+
+    def install(corner: version_matrix.Corner, cuda_builds: bool) -> Path:
+        raise NotInstalled("torch 2.15 is a CUDA build")
+
+    ran = {"newest": {"versions": {"torch": "2.15.0"}, "passed": 9}}
+    record = tmp_path / "versions.json"
+    record.write_text(json.dumps({"corners": ran}))
+    monkeypatch.setattr(version_matrix, "install", install)
+    monkeypatch.setattr(version_matrix, "RECORD", record)
+    monkeypatch.setattr(version_matrix, "FOLDER", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["", "newest", "oldest"])
+    assert version_matrix.main() == 0
+    found = json.loads(record.read_text())["corners"]
+    assert found["newest"] == ran["newest"]
+    assert found["oldest"]["reason"] == "torch 2.15 is a CUDA build"
+
+
+def test_a_report_of_pytest_is_counted(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="4" failures="1" errors="1" skipped="1">'
+        '<testcase classname="a" name="right"/>'
+        '<testcase classname="a" name="left_out"><skipped/></testcase>'
+        '<testcase classname="a" name="wrong"><failure/></testcase>'
+        '<testcase classname="a" name="broken"><error/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    assert version_matrix.read_report(report) == {
+        "passed": 1,
+        "failed": 2,
+        "skipped": 1,
+        "failures": ["a::wrong", "a::broken"],
+    }

@@ -1,0 +1,8 @@
+"""The operations of pagetwin.optimized with their annotations checked."""
+
+from pagetwin.conformance.harness.interpreter import speed_up
+
+from support.annotated import annotated_twin
+
+speed_up()
+globals().update(annotated_twin("optimized"))

@@ -1,0 +1,138 @@
+"""Compilation of the Hopper FP8 decode kernel on any machine, with the assembler's report.
+
+    PYTHONPATH=tests python tests/support/compile_fp8_decode_sm90.py [NUMBER ...]
+
+As compile_kernels.py: public operations run on host tensors, and launches are recorded instead of
+made. The output is one JSON object per line: the case, registers, bytes spilled, shared memory, and
+instructions of the loop over keys.
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.optimized.kernels.sm90.fp8_decode import family
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
+from support import compile_kernels
+from support.compile_prefill_sm90 import BF16, FP16, NAMES, TOOLS, compile_source
+
+E4M3, E5M2 = FP8_DTYPES
+COUNTED = ("HMMA", "LDG", "LDS", "STS", "BAR", "LDL", "STL")
+
+
+class Case(NamedTuple):
+    """A call signature.
+
+    Args:
+        dtype: of the queries.
+        cache_dtype, head_size: of the keys and values.
+        query_len, reqs, key_len: of the batch.
+        options: besides the scales.
+    """
+
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    head_size: int
+    query_len: int
+    reqs: int
+    key_len: int
+    options: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        words = [NAMES[self.dtype], str(self.cache_dtype).removeprefix("torch.float8_")]
+        words += [str(self.head_size), f"{self.reqs} x {self.query_len}"]
+        return " ".join(words + [name for name in self.options])
+
+
+CASES = [
+    Case(BF16, E4M3, 128, 1, 64, 4096, {}),
+    Case(FP16, E5M2, 64, 4, 64, 512, {"sliding_window": 100, "sinks": True}),
+    Case(BF16, E4M3, 128, 4, 300, 512, {"logits_soft_cap": 30.0}),
+    # the cases above are compiled in every test run
+    Case(BF16, E5M2, 128, 1, 64, 4096, {"attention_chunk_size": 300}),
+    Case(BF16, E4M3, 64, 1, 64, 4096, {}),
+]
+EVERY_DAY = 3
+
+
+def record(case: Case) -> tuple[Any, dict[str, Any], dict[str, int]]:
+    """Return the kernel that one call launches, its arguments and its launch options."""
+    launches: list[Any] = []
+    compile_kernels.pretend(90, launches)
+    family.is_hopper = lambda device: True  # type: ignore[assignment]
+    GluonJITFunction.run = compile_kernels.JITFunction.run
+    options = {"sinks": torch.ones(32)} if "sinks" in case.options else {}
+    compile_kernels.run_attention(
+        case.query_len,
+        case.key_len,
+        case.head_size,
+        case.dtype,
+        case.reqs,
+        cache_dtype=case.cache_dtype,
+        k_scale=torch.ones(8),
+        v_scale=0.5,
+        **{**case.options, **options},
+    )
+    (launch,) = launches
+    assert launch[0] is family.fp8_decode_kernel, launch[0]
+    return launch  # type: ignore[no-any-return]
+
+
+def count_in_loop(cubin: bytes) -> dict[str, int]:
+    """Return how many instructions of some kinds the loop over keys has."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        text = subprocess.run(
+            [str(TOOLS / "nvdisasm"), "-c", str(file)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    # the loop has two basic blocks, one per product
+    loop: Counter[str] = Counter()
+    for body in re.split(r"^\.L_x_\d+:$", text, flags=re.M):
+        found = Counter(
+            re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", body, re.M)
+        )
+        if found["HMMA"]:
+            loop += found
+    return {"instructions": loop.total(), **{each: loop[each] for each in COUNTED}}
+
+
+def main(numbers: list[int]) -> None:
+    """Compile the cases of these numbers."""
+    for case in [CASES[number] for number in numbers]:
+        kernel, values, options = record(case)
+        signature, constants, attributes = compile_kernels.specialize_launch(
+            kernel, values
+        )
+        source = GluonASTSource(
+            fn=kernel, signature=signature, constexprs=constants, attrs=attributes
+        )
+        compiled, report = compile_source(source, options["num_warps"])
+        line = {
+            "case": str(case),
+            **report,
+            "shared": compiled.metadata.shared,
+            "loop": count_in_loop(compiled.asm["cubin"]),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main([int(each) for each in sys.argv[1:]] or list(range(len(CASES))))

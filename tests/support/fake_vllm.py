@@ -1,0 +1,210 @@
+"""A stand-in for vLLM, generated from a recorded interface.
+
+It has vLLM's module tree, classes, signatures, enums and dataclass fields, and no behaviour: a
+constructor keeps its arguments, and any other method raises. So the plugin's own classes can be
+derived from it and run on the CPU, for every recorded version.
+"""
+
+import abc
+import ast
+import dataclasses
+import enum
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).with_name("vllm_interfaces")
+VERSIONS = sorted(
+    (each.stem for each in FOLDER.glob("*.json")),
+    key=lambda version: tuple(map(int, version.split("."))),
+)
+PLUGIN = "pagetwin.integrations.vllm"
+BASES = "vllm.v1.attention.backend"
+
+
+@cache
+def recorded(version: str) -> dict[str, Any]:
+    """Return what was recorded of a version."""
+    facts: dict[str, Any] = json.loads((FOLDER / f"{version}.json").read_text())
+    return facts
+
+
+@dataclasses.dataclass(eq=False)
+class FakeGroup:
+    """vLLM's group of decode context parallelism, as far as the plugin reads it.
+
+    Args:
+        device_group: the process group. Optional. If None, nothing can be exchanged.
+        world_size, rank_in_group: the ranks, and this one.
+        interleave_size: consecutive positions that one rank stores.
+        use_ubatching: whether vLLM divides a step into microbatches.
+    """
+
+    device_group: Any
+    world_size: int
+    rank_in_group: int = 0
+    interleave_size: int = 1
+    use_ubatching: bool = False
+
+
+@contextmanager
+def fake_vllm(
+    version: str, use_mla: bool = False, group: FakeGroup | None = None
+) -> Iterator[ModuleType]:
+    """Put a stand-in for a version of vLLM into `sys.modules`, and the plugin anew beside it.
+
+    Args:
+        version: one of `VERSIONS`.
+        use_mla: whether the model that vLLM builds has latent attention.
+        group: Optional. The ranks that share the keys. If None, there is one.
+
+    Returns:
+        The module `vllm`. Afterwards all modules are as before.
+    """
+    before = {name: sys.modules[name] for name in list(sys.modules) if _is_ours(name)}
+    for name in before:
+        del sys.modules[name]
+    try:
+        yield _install(recorded(version), use_mla, group)
+    finally:
+        for name in [each for each in sys.modules if _is_ours(each)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def _is_ours(name: str) -> bool:
+    return name.split(".")[0] == "vllm" or name.startswith(PLUGIN)
+
+
+def _install(
+    facts: dict[str, Any], use_mla: bool, group: FakeGroup | None
+) -> ModuleType:
+    """Make the modules, and fill in the few functions that the plugin calls."""
+    classes: dict[str, type] = {}
+    # other modules derive from the classes of this one
+    for name in sorted(facts["modules"], key=lambda each: each != BASES):
+        described = facts["modules"][name]
+        module = _module(name)
+        for each in described["names"]:
+            if each.startswith("__"):
+                continue  # a module's __getattr__ must be a function
+            setattr(module, each, f"{name}.{each}")
+        for each, members in described["classes"].items():
+            classes[each] = _make_class(each, members, classes, name)
+            setattr(module, each, classes[each])
+    top = sys.modules["vllm"]
+    top.__version__ = facts["vllm"]
+    config, envs = sys.modules["vllm.config"], sys.modules["vllm.envs"]
+    chosen = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=use_mla),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=48, max_num_seqs=4),
+    )
+    config.get_current_vllm_config_or_none = lambda: chosen
+    if group is not None:
+        chosen.parallel_config = SimpleNamespace(
+            cp_kv_cache_interleave_size=group.interleave_size,
+            use_ubatching=group.use_ubatching,
+        )
+        # as the constructor of vLLM's class does
+        base: Any = classes["AttentionImplBase"]
+        base.dcp_world_size, base.dcp_rank = group.world_size, group.rank_in_group
+        state = sys.modules["vllm.distributed.parallel_state"]
+        state.get_dcp_group = lambda: group
+    envs.VLLM_BATCH_INVARIANT = False
+    on_gpu = SimpleNamespace(is_cpu=lambda: False)
+    _module("vllm.platforms").current_platform = on_gpu  # type: ignore[attr-defined]
+    registry = sys.modules["vllm.v1.attention.backends.registry"]
+    registry.registered = {}
+    registry.register_backend = registry.registered.__setitem__
+    utils = sys.modules["vllm.v1.attention.backends.utils"]
+    if hasattr(utils, "get_kv_cache_layout"):
+        utils.get_kv_cache_layout = lambda: "NHD"
+    return top
+
+
+def _module(name: str) -> ModuleType:
+    """Return a module of `sys.modules`, made with its parents if it is not there."""
+    if name in sys.modules:
+        return sys.modules[name]
+    module = sys.modules[name] = ModuleType(name)
+    module.__path__ = []
+    parent, _, last = name.rpartition(".")
+    if parent:
+        setattr(_module(parent), last, module)
+    return module
+
+
+def _make_class(
+    name: str, members: dict[str, Any], classes: dict[str, type], module: str
+) -> type:
+    """Return a class with the recorded bases, attributes and methods."""
+    values = {
+        key: _value(text)
+        for key, text in members["attributes"].items()
+        if text is not None
+    }
+    if {"Enum", "IntEnum"} & set(members["bases"]):
+        is_text = "str" in members["bases"]
+        # a member whose value was not recorded, or is None, gets its name
+        names = [key for key in members["attributes"] if key[0] != "_"]
+        pairs = [(key, values.get(key) or key) for key in names]
+        return enum.Enum(name, pairs, type=str) if is_text else enum.Enum(name, pairs)
+    body: dict[str, Any] = {"__module__": module}
+    for key, method in members["methods"].items():
+        body[key] = _make_method(key, method)
+    if members["is_dataclass"]:
+        fields = [
+            (key, Any)
+            if text is None
+            else (key, Any, dataclasses.field(default=values[key]))
+            for key, text in members["attributes"].items()
+        ]
+        if all(key.isidentifier() for key, *_ in fields):
+            body.pop("__init__", None)
+            return dataclasses.make_dataclass(name, fields, namespace=body)
+    bases = tuple(classes[each] for each in members["bases"] if each in classes)
+    return abc.ABCMeta(name, bases, {**values, **body})
+
+
+def _value(text: str | None) -> Any:
+    """Return the value of a literal, torch's dtypes included; None of anything else."""
+    if text is None:
+        return None
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        found = getattr(torch, text.removeprefix("torch."), None)
+        return found if isinstance(found, torch.dtype) else None
+
+
+def _make_method(name: str, described: dict[str, Any]) -> Any:
+    """Return a function with the recorded parameters. A constructor keeps its arguments."""
+    texts, names, bare = [], [], False
+    for each, kind, default in described["parameters"]:
+        star = {"args": "*", "kwargs": "**"}.get(kind, "")
+        if kind == "args":
+            bare = True
+        if kind == "keyword" and not bare:
+            texts.append("*")
+            bare = True
+        texts.append(star + each + ("" if default is None else f"=_value({default!r})"))
+        names.append(each)
+    body = f"raise NotImplementedError({name!r})"
+    if name == "__init__":
+        body = "; ".join(f"self.{each} = {each}" for each in names[1:]) or "pass"
+    elif name == "__new__":
+        body = "return object.__new__(cls)"
+    space: dict[str, Any] = {"_value": _value, "__name__": "vllm"}
+    exec(f"def {name}({', '.join(texts)}):\n    {body}", space)
+    made: Any = space[name]
+    if described.get("abstract"):
+        made = abc.abstractmethod(made)
+    wrap = {"static": staticmethod, "class": classmethod, "property": property}
+    return wrap.get(described["kind"], lambda each: each)(made)

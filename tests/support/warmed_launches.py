@@ -1,0 +1,183 @@
+"""Print which calls within a spec launch a kernel that `warm_up` has not compiled.
+
+    PYTHONPATH=tests python tests/support/warmed_launches.py 90
+
+Launches are recorded instead of made, on host tensors, as in compile_kernels.py. A kernel is
+compiled once per set of types, constants and alignments. One JSON object: `warmed`, the number of
+kernels that `warm_up` compiled; `calls`, how many calls followed; `missing`, the calls that needed
+another one.
+"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
+    # tensors on the host stand for those of a GPU
+    os.environ["PAGETWIN_CHECK_VALUES"] = "0"
+
+import json
+import random
+import sys
+from importlib import import_module
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.latent import family as latent_family
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from support.compile_kernels import pretend, specialize_launch
+
+MAX_NUM_REQS, MAX_QUERY_LEN, MAX_SEQ_LEN, BLOCK_SIZE = 200, 600, 9000, 16
+
+
+class Layer(NamedTuple):
+    """A layer of a model.
+
+    Attributes:
+        options: of its calls.
+        heads: query heads.
+        max_query_len: new tokens of a request.
+        is_latent: whether its values are the first columns of one head's keys.
+    """
+
+    options: AttentionOptions = AttentionOptions()
+    heads: int = 32
+    max_query_len: int = MAX_QUERY_LEN
+    is_latent: bool = False
+
+    def make_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cache of keys and that of values."""
+        if self.is_latent:
+            key = torch.zeros(20, BLOCK_SIZE, 1, 576, dtype=torch.bfloat16)
+            return key, key[..., :512]
+        both = torch.zeros(2, 20, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16)
+        return both[0], both[1]
+
+    @property
+    def cascades(self) -> bool:
+        """Whether it makes cascades too."""
+        return self == Layer()
+
+
+LAYERS = (
+    Layer(),
+    Layer(AttentionOptions(sliding_window=256, sinks=torch.ones(32))),
+    Layer(AttentionOptions(batch_invariant=True)),
+    # with 16 heads one new token has few rows, and with 128 heads two row tiles
+    Layer(heads=16, max_query_len=1, is_latent=True),
+    Layer(heads=16, max_query_len=128, is_latent=True),
+    Layer(heads=128, max_query_len=4, is_latent=True),
+)
+
+
+def keys_of(launches: list[Any]) -> set[str]:
+    """Return what the recorded launches are compiled for."""
+    found = set()
+    for kernel, values, given in launches:
+        # triton keeps the type of these numbers only; 7 is neither 1 nor a multiple of 16
+        plain = {
+            each.name: 7
+            for each in kernel.params
+            if each.do_not_specialize and isinstance(values.get(each.name), int)
+        }
+        maps = {
+            name: each
+            for name, each in values.items()
+            if isinstance(each, TensorDescriptor)
+        }
+        types = specialize_launch(kernel, values | plain | dict.fromkeys(maps))
+        boxes = [(name, tuple(each.block_shape)) for name, each in maps.items()]
+        found.add(str((kernel.__name__, *types, boxes, sorted(given.items()))))
+    return found
+
+
+def draw_lens(pick: random.Random, max_query_len: int) -> list[tuple[int, int]]:
+    """Return new tokens and keys of the requests of a batch within the spec."""
+    kind = pick.choice(["decode", "verify", "prefill", "mixed", "one"])
+    num_reqs = (
+        1 if kind == "one" else pick.choice([1, 2, 16, 17, 33, 129, MAX_NUM_REQS])
+    )
+    most = pick.choice([1, 2, 4, 5, 9, 16, 33, 64, 200, MAX_QUERY_LEN])
+    most = min(most, max_query_len)
+    lens = []
+    for _ in range(num_reqs):
+        new = 1 if kind == "decode" else pick.randint(1, most)
+        if kind == "mixed" and lens:
+            new = 1
+        keys = max(new, pick.choice([1, 100, 2048, 2049, 5000, MAX_SEQ_LEN]))
+        lens.append((new, keys))
+    return lens
+
+
+def call(
+    lens: list[tuple[int, int]], caches: Any, layer: Layer, lse: bool, prefix: int
+) -> None:
+    """Make one call of paged attention, or of a cascade if there is a prefix."""
+    twin = import_module("pagetwin.optimized")
+    tokens, longest = sum(new for new, _ in lens), max(keys for _, keys in lens)
+    starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0).int()
+    arguments = (
+        torch.empty(tokens, layer.heads, caches[0].shape[3], dtype=torch.bfloat16),
+        *caches,
+        torch.zeros(len(lens), -(-longest // BLOCK_SIZE), dtype=torch.int32),
+        starts,
+        torch.tensor([keys for _, keys in lens], dtype=torch.int32),
+        max(new for new, _ in lens),
+        longest,
+    )
+    given: dict[str, Any] = {"options": layer.options}
+    if lse:
+        given["lse"] = torch.empty(layer.heads, tokens)
+    if prefix:
+        twin.cascade_attention(*arguments, prefix, **given)
+    else:
+        twin.paged_attention(*arguments, **given)
+
+
+def main(chip: int) -> None:
+    """Warm up, then make calls."""
+    launches: list[Any] = []
+    pretend(chip, launches)
+    twin = import_module("pagetwin.optimized")
+    # of the kernels for Hopper, which need a CUDA device, those of latent attention
+    latent_family.is_hopper = lambda device: chip == 90
+    for layer in LAYERS:
+        key_cache, value_cache = layer.make_caches()
+        spec = twin.WarmUpSpec(
+            key_cache=key_cache,
+            value_cache=value_cache,
+            num_query_heads=layer.heads,
+            max_num_reqs=MAX_NUM_REQS,
+            max_query_len=layer.max_query_len,
+            max_seq_len=MAX_SEQ_LEN,
+            options=(layer.options,),
+            lse=(False, True),
+            cascades=layer.cascades,
+        )
+        told = twin.warm_up(spec)
+        assert told
+    warmed = keys_of(launches)
+    missing, pick, calls = [], random.Random(0), 0
+    for layer, lse in product(LAYERS, (False, True)):
+        caches = layer.make_caches()
+        for prefix in (0, 32) if layer.cascades else (0,):
+            for _ in range(25):
+                launches.clear()
+                lens = draw_lens(pick, layer.max_query_len)
+                if prefix:
+                    lens = [(new, max(keys, new + prefix)) for new, keys in lens]
+                call(lens, caches, layer, lse, prefix)
+                calls += 1
+                assert launches
+                if keys_of(launches) - warmed:
+                    name = launches[-1][0].__name__
+                    missing.append(
+                        [name, str(layer.options.given), lse, prefix, lens[:3]]
+                    )
+    print(json.dumps({"warmed": len(warmed), "calls": calls, "missing": missing}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
