@@ -14,11 +14,11 @@ os.environ.setdefault("PAGETWIN_GUARD_CALLS", "0")
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from pagetwin.conformance.harness.global_modes import MODES, read_modes, restore_modes
 from pagetwin.conformance.harness.interpreter import speed_up
 from support.rank_processes import RankProcesses
 from support.twins import TWINS, Twin
@@ -48,26 +48,21 @@ DEFAULT_PROFILE = "cuda" if torch.cuda.is_available() else "ci"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT_PROFILE))
 
 
-def _global_modes() -> dict[str, Any]:
-    return {
-        "numpy.geterr": np.geterr(),
-        "torch.get_default_dtype": torch.get_default_dtype(),
-        "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "torch.are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled(),
-        "torch.is_grad_enabled": torch.is_grad_enabled(),
-        "torch.get_num_threads": torch.get_num_threads(),
-    }
-
-
 @pytest.fixture(autouse=True)
 def global_modes_as_before() -> Iterator[None]:
     """Blame the test that leaves a global mode set, not the tests that come after it."""
-    before = _global_modes()
+    before, errors = read_modes(), np.geterr()
     yield
-    after = _global_modes()
-    np.seterr(**before["numpy.geterr"])
-    torch.set_num_threads(before["torch.get_num_threads"])
-    assert after == before
+    changed = [
+        mode.name
+        for mode, old, new in zip(MODES, before, read_modes(), strict=True)
+        if old != new and mode.name != "the seed"
+    ]
+    if np.geterr() != errors:
+        changed.append("NumPy's errors")
+    restore_modes(before)
+    np.seterr(**errors)
+    assert not changed
 
 
 @pytest.fixture

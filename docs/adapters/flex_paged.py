@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from pagetwin.conformance import Support
+from pagetwin.contract.default_modes import default_modes
 from torch.nn.attention.flex_attention import AuxRequest, create_mask, flex_attention
 
 warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -32,9 +33,6 @@ SUPPORT = Support(
 )
 
 
-# a result does not depend on autocast, and torch's operations would
-@torch.autocast("cpu", enabled=False)
-@torch.autocast("cuda", enabled=False)
 def paged_attention(
     query,  # [tokens, query_heads, head_size]
     key_cache,  # [num_blocks, block_size, kv_heads, head_size]
@@ -113,16 +111,18 @@ def paged_attention(
             score = score + alibi_slopes[head] * (key_position[kv] - query_position[q])
         return torch.where(mask[q, kv], score, -torch.inf)
 
-    # step: attend
-    result, aux = flex_attention(
-        query[:tokens].transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        score_mod=change,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=AuxRequest(lse=True),
-    )
+    # step: attend. A result does not depend on autocast or on set_float32_matmul_precision, and
+    # torch's attention would
+    with default_modes():
+        result, aux = flex_attention(
+            query[:tokens].transpose(0, 1)[None],
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            score_mod=change,
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=AuxRequest(lse=True),
+        )
     out[:tokens] = result[0].transpose(0, 1)
     if lse is not None:
         lse[:, :tokens] = aux.lse[0]

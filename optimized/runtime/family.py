@@ -136,6 +136,11 @@ class Plan(Protocol):
             (runtime/repeat/calls.py).
         takes_all_bounds: Optional. Whether `takes` does not depend on the bounds of a batch. If the
             estimate of such a plan is ALWAYS, a warm-up compiles no other kernel for its calls.
+
+    Some roles require more: PREFILL `clears_padding`, whether the launch clears the rows of no
+    request; DECODE `short_rows`, the rows (queries times group size) of a short request, at most;
+    PREFIX `is_overlapped`, whether the second launch of a cascade may begin before this one has
+    ended, and `divide(call, prefix_len, division)`, which returns the PrefixWork.
     """
 
     is_repeatable: bool
