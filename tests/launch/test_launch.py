@@ -325,18 +325,18 @@ def test_the_first_family_that_takes_a_call_computes_its_long_requests(
 ) -> None:
     optimized = Twin("optimized", enforce=False)
     monkeypatch.setattr(dispatch.PIPELINE, "plans", PlanCache(8))
-    families = [Family(False, True), Family(True, False), Family(True, True)]
-    prefills = [stand_in.family for stand_in in (*families, Family(True, True))]
+    plans = [Family(False, True), Family(True, False), Family(True, True)]
+    prefills = [plan.family for plan in (*plans, Family(True, True))]
     call = ragged_call([query_len], device)
     with these_families(*prefills, *PORTABLE_FAMILIES):
         out = optimized.encoder_attention(**call)
-    assert [len(stand_in.launched) for stand_in in families] == [
+    assert [len(plan.launched) for plan in plans] == [
         0,
         0,
         int(query_len > 16),
     ]
     assert bool((out == 7).all()) == (query_len > 16)
-    assert all(rows >= 16 for rows in families[2].launched)
+    assert all(rows >= 16 for rows in plans[2].launched)
 
 
 @pytest.mark.parametrize("clears_padding", [False, True])
