@@ -124,6 +124,7 @@ def test_a_call_whose_converted_cache_is_too_large_is_left_to_the_portable_kerne
     assert not launch_plan.takes(call._replace(max_key_len=most + 1))
 
 
+@pytest.mark.usefixtures("without_native_fp8")
 def test_the_cost_model_counts_the_conversion() -> None:
     """A few rows over many keys are split: to convert the keys would take longer."""
     layer = Layer(

@@ -22,6 +22,7 @@ from pagetwin.optimized.kernels.sm90.latent.combination import ONE_ROW, TWO_ROWS
 from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
 from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
 from pagetwin.optimized.runtime.attention_call import AttentionCall
+from pagetwin.optimized.runtime.family import Task
 from pagetwin.optimized.runtime.launcher import Launcher
 from support.compiler_process import json_lines
 from support.sm90_calls import needs_hopper
@@ -378,9 +379,11 @@ def test_the_laws_on_latents_hold_for_the_widths_of_the_kernel(
     launched = []
     launch = latent_family.LatentDecodePlan.launch
 
-    def count(self: latent_family.LatentDecodePlan, call: AttentionCall) -> None:
+    def count(
+        self: latent_family.LatentDecodePlan, call: AttentionCall, task: Task
+    ) -> None:
         launched.append(call)
-        launch(self, call)
+        launch(self, call, task)
 
     monkeypatch.setattr(latent_family.LatentDecodePlan, "launch", count)
     PIPELINE.plans.clear()  # a call that was repeated would not be planned
