@@ -26,8 +26,8 @@ LAWS_PER_OPERATION = 1
 FEW = 2
 """Cases of a law that run again. For layers, which may have several backends, there are four times
 as many."""
-HUGE = ("cache_addresses", "large_numbers")
-"""Areas whose laws take too much memory to be recorded."""
+HUGE = ("cache_addresses", "crowds", "large_numbers")
+"""Areas whose laws take too much memory or time to be recorded."""
 OPERATIONS = [name for concept in CONCEPTS for name in concept.operations]
 
 
