@@ -5,15 +5,13 @@ Nothing here imports torch, so a file that cannot be judged is rejected in a fra
 
 import ast
 import hashlib
-import importlib.util
 import json
 import re
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..harness.first_imports import first_imports, is_found
 from .definitions import Definition, find_definition
 from .families import FAMILIES
 
@@ -226,21 +224,3 @@ def _check_installed(solution: Solution) -> None:
                     f"{solution.file}: {path} imports {name}, which is not installed: pip"
                     f" install {name}"
                 )
-
-
-def is_found(name: str) -> bool:
-    """Return whether a package can be imported. Nothing is imported."""
-    return name in sys.modules or importlib.util.find_spec(name) is not None
-
-
-def first_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Yield the packages that a file imports before anything else is executed, and their lines."""
-    for each in tree.body:
-        if isinstance(each, ast.Import):
-            for alias in each.names:
-                yield alias.name.partition(".")[0], each.lineno
-        elif isinstance(each, ast.ImportFrom):
-            if not each.level and each.module:
-                yield each.module.partition(".")[0], each.lineno
-        elif not isinstance(each, ast.Expr):
-            return

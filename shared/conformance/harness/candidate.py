@@ -33,6 +33,7 @@ from ...contract.operations import (
 )
 from ...engine.triton_versions import repair_loaded_interpreter
 from .fatal import fatal_status
+from .file_formats import find_format
 from .interference import GUARD, TWINS, guard_operations
 from .support import OutsideSupport as OutsideSupport
 from .support import Support as Support
@@ -268,8 +269,8 @@ def load_candidate(name: str) -> Candidate:
 
     Args:
         name: "reference", "optimized", a package with files named after the concepts, a module
-            that defines operations itself, the path of a .py file, or that of the .json file of a
-            FlashInfer-Bench solution. Modules of the current folder are found.
+            that defines operations itself, the path of a .py file, or that of a file
+            in one of the formats of file_formats.py. Modules of the current folder are found.
 
     Raises:
         FileNotFoundError, ModuleNotFoundError: The module or file does not exist.
@@ -319,10 +320,8 @@ def _all_operations() -> frozenset[str]:
 def _import(name: str) -> tuple[str, ModuleType]:
     """Return a module and its dotted name."""
     folder = Path.cwd()
-    if name.endswith(".json"):
-        from ..flashinfer_bench.adapter import load_solution
-
-        return name, load_solution(name)
+    if (own := find_format(name)) is not None:
+        return name, own.load(name)
     if name.endswith(".py"):
         file = Path(name).resolve()
         if not file.is_file():

@@ -17,7 +17,8 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pathlib import Path
 
-from ..flashinfer_bench.solutions import first_imports, is_found, read_solution
+from .file_formats import find_format
+from .first_imports import first_imports, is_found
 
 KNOWN = {*sys.stdlib_module_names, "numpy", "pagetwin", "torch", "triton"}
 """Packages whose import does not change where others are found."""
@@ -36,7 +37,7 @@ def check_can_run(implementation: str, device: str | None) -> None:
         FileNotFoundError, ImportError: The implementation does not exist, or its import raises or
             ends the process.
         ValueError: The device is not available, the implementation has none of the operations, its
-            SUPPORT names something unknown, or the file of a solution is invalid.
+            SUPPORT names something unknown, or a file of a registered format is invalid.
     """
     _check_exists(implementation)
     _check_source(implementation)
@@ -121,14 +122,14 @@ def _check_name_of_device(device: str | None) -> None:
 
 
 def _check_exists(implementation: str) -> None:
-    """Raise if there is neither a file nor a module of this name, or a solution is invalid.
+    """Raise if there is neither a file nor a module of this name, or a file is invalid.
 
     Nothing is imported.
     """
     if implementation in ("reference", "optimized"):
         return
-    if implementation.endswith(".json"):
-        read_solution(implementation)
+    if (own := find_format(implementation)) is not None:
+        own.check(implementation)
         return
     if implementation.endswith(".py"):
         if not Path(implementation).is_file():
@@ -220,12 +221,9 @@ def _load(implementation: str, device: str) -> None:
 
 def _line_in(implementation: str, error: Exception) -> str:
     """Return the line of an implementation that raised an error, in parentheses, or nothing."""
+    if (file_format := find_format(implementation)) is not None:
+        return file_format.line_of(error)
     frames = traceback.extract_tb(error.__traceback__)
-    if implementation.endswith(".json"):
-        # the sources of a solution are in no file
-        own = [each for each in frames if each.filename.endswith(".py")]
-        own = [each for each in own if not Path(each.filename).exists()]
-        return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
     own = [
         each
         for each in frames

@@ -126,17 +126,19 @@ def measured(result: "Result", setting: "Setting", case: str) -> "Result":
     """
     if result.message or result.status in FATAL:
         return result
-    from ..flashinfer_bench.measuring import measure, time_calls
+    from .file_formats import find_format
     from .report import Status
     from .trial import find_law, make_case, with_failure
 
     law = find_law(result.law)
     operation = setting.candidate.operations[law.needs[0]]
     plan = make_case(law, case)
-    numbers = measure(operation, plan, setting.device)
+    own = find_format(setting.candidate.name)
+    assert own is not None, "only files of a registered format are measured"
+    numbers = own.measure(operation, plan, setting.device)
     if result.ok:
         try:
-            numbers |= time_calls(operation, plan, setting.device)
+            numbers |= own.time_calls(operation, plan, setting.device)
         except Exception as error:
             result = with_failure(replace(result, status=Status.BROKEN), case, error)
     return replace(result, details=result.details | {"measured": numbers})
