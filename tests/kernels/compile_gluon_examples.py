@@ -6,7 +6,7 @@ from pathlib import Path
 from pagetwin.tools.interpret_command import load_launches
 from support.compile_prefill_sm90 import compile_case
 
-FOLDER = Path(__file__).parents[1] / "shared/examples/gluon"
+FOLDER = Path(__file__).parents[2] / "shared/examples/gluon"
 
 for path in sorted(FOLDER.glob("[!_]*.py")):
     kernel, _, arguments = next(iter(load_launches(path)()))
