@@ -87,6 +87,14 @@ QUICK = (
     *("changes_verdict", "raises_outside"),
 )
 """Kinds that are tried by default. The others are tried by `make test-long`."""
+FUZZED = (
+    *("last_output", "same_addresses", "untouched_output", "calls_reference"),
+    *("reads_caller", "searches_memory", "counts_calls", "writes_inputs"),
+    *("replaces_clock", "lazy_result", "stale_plan", "changes_verdict"),
+    *("copies_reference", "raises_outside"),
+)
+"""Kinds that `make test-long` tries with `pagetwin fuzz`, a minute or two each. The others are tried
+by `pytest -m slow tests/conformance/test_cheats.py`."""
 TIMED = (
     *("last_output", "same_objects", "same_addresses", "sum_of_queries"),
     *("counts_calls", "after_return", "knows_factors", "fp8_later", "slows_reference"),
@@ -196,7 +204,13 @@ def test_a_timed_call_computes_its_own_numbers(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", JUDGED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(each, marks=() if each in FUZZED else pytest.mark.slow)
+        for each in JUDGED
+    ],
+)
 def test_a_kind_is_found_by_fuzz(kind: str, tmp_path: Path) -> None:
     adapter = adapter_of(kind, tmp_path)
     run = fuzz_implementation(
