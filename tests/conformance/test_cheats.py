@@ -93,8 +93,8 @@ FUZZED = (
     *("replaces_clock", "lazy_result", "stale_plan", "changes_verdict"),
     *("copies_reference", "raises_outside"),
 )
-"""Kinds that `make test-long` tries with `pagetwin fuzz`, a minute or two each. The others are tried
-by `pytest -m slow tests/conformance/test_cheats.py`."""
+"""Kinds that `make test-long` tries with `pagetwin fuzz`, a minute or two each. The others are for
+`pytest -m slow tests/conformance/test_cheats.py`."""
 TIMED = (
     *("last_output", "same_objects", "same_addresses", "sum_of_queries"),
     *("counts_calls", "after_return", "knows_factors", "fp8_later", "slows_reference"),

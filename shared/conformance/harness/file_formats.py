@@ -15,8 +15,8 @@ class FileFormat(NamedTuple):
     Args:
         check: raises if a file of the format is not valid. It imports nothing that the file names.
         load: returns the implementation in a file as a module with operations and SUPPORT.
-        line_of: returns where in the implementation an error was raised, as " (kernel.py, line 3)",
-            or nothing.
+        line_of: returns where in the implementation an error was raised, in parentheses: the
+            name of a file, and a line. Nothing if it was not there.
         measure: returns errors of an operation on a workload, by name.
         time_calls: returns times of an operation on a workload, by name.
     """
