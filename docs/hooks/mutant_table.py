@@ -55,7 +55,7 @@ def mutant_table(part: str) -> str:
 
 def _ends(entries: Sequence[Entry]) -> list[int]:
     """Return how many mutants were killed, are alive, and are equivalent."""
-    ends = Counter("killed" if each.is_killed else each.how for each in entries)
+    ends = Counter("killed" if entry.is_killed else entry.how for entry in entries)
     return [ends[end] for end in ENDS]
 
 
@@ -66,7 +66,7 @@ def _row(title: str, numbers: Sequence[int]) -> str:
 def _todays(mutants: Sequence[Mutant], path: Path) -> dict[str, Entry]:
     """Return the entries of mutants that exist, in the order of the mutants."""
     entries = read_record(path)
-    return {each.id: entries[each.id] for each in mutants if each.id in entries}
+    return {mutant.id: entries[mutant.id] for mutant in mutants if mutant.id in entries}
 
 
 def _instruments() -> str:
@@ -92,8 +92,8 @@ def _kernels() -> str:
         "| kernels | mutants | tried | killed | alive | equivalent |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for folder in sorted({folder_of(each.file) for each in mutants}):
-        there = [each for each in mutants if folder_of(each.file) == folder]
+    for folder in sorted({folder_of(mutant.file) for mutant in mutants}):
+        there = [mutant for mutant in mutants if folder_of(mutant.file) == folder]
         own = [entries[each.id] for each in there if each.id in entries]
         lines.append(_row(folder, [len(there), len(own), *_ends(own)]))
     return "\n".join(lines)
@@ -104,9 +104,9 @@ def _generated(path: Path, mutants: Sequence[Generated]) -> str:
     lines = ["| change | killed | alive | equivalent |", "|---|---:|---:|---:|"]
     for name, meaning in (*CHANGES.items(), ("all", "")):
         own = [
-            entries[each.id]
-            for each in mutants
-            if each.id in entries and name in (each.operator, "all")
+            entries[mutant.id]
+            for mutant in mutants
+            if mutant.id in entries and name in (mutant.operator, "all")
         ]
         title = f"{name}: {meaning}" if meaning else f"**{name}**"
         lines.append(_row(title.replace("|", r"\|"), _ends(own)))
@@ -121,7 +121,7 @@ def _catalogue() -> tuple[list[Mutant], dict[str, Entry]]:
 
 def _counts() -> str:
     mutants, entries = _catalogue()
-    packages = Counter(each.package for each in mutants if each.id in entries)
+    packages = Counter(mutant.package for mutant in mutants if mutant.id in entries)
     killed, alive, equivalent = _ends([*entries.values()])
     return (
         f"Of {len(entries)} mutants ({packages['reference']} of the reference and"
@@ -137,7 +137,11 @@ def _operators() -> str:
         "|---|---|---:|---:|---:|",
     ]
     for name, meaning in OPERATORS.items():
-        own = [each for each in mutants if each.operator == name and each.id in entries]
+        own = [
+            mutant
+            for mutant in mutants
+            if mutant.operator == name and mutant.id in entries
+        ]
         instance = next(each for each in own if not each.bug.startswith("cousin"))
         title = f"{name}: {meaning} | {_title(instance)}"
         lines.append(_row(title, _ends([entries[each.id] for each in own])))
@@ -146,7 +150,7 @@ def _operators() -> str:
 
 def _laws() -> str:
     _, entries = _catalogue()
-    laws = Counter(each.by for each in entries.values() if each.by)
+    laws = Counter(entry.by for entry in entries.values() if entry.by)
     rows = [_row(law, [count]) for law, count in laws.most_common()]
     return "\n".join(["| law | mutants killed |", "|---|---:|", *rows])
 

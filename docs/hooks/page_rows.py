@@ -120,8 +120,8 @@ def _smallest_cases(adapter: str, failed: list[Row]) -> set[str]:
     from verdict_table import explains, explanations
 
     found = set()
-    for each in explanations():
-        alike = [law for law in failed if explains(each, adapter, law)]
+    for explanation in explanations():
+        alike = [law for law in failed if explains(explanation, adapter, law)]
         if alike:
             found.add(min(alike, key=size_of_case)["law"])
     return found
@@ -153,14 +153,14 @@ def bench(path: Path) -> list[Row]:
         "name flops bytes floor_us floor_of best_peer ratio_to_best_peer published aim"
     )
     rows = [place | {"name": f"run {machine['date']}", "run": run}]
-    for each in record["workloads"]:
+    for workload in record["workloads"]:
         results = {
             name: _result(name, entry)
-            for name, entry in each["results"].items()
+            for name, entry in workload["results"].items()
             if entry["status"] != "missing"
         }
-        if each["results"]["ours"]["status"] != "not run":
-            rows.append(place | chosen(each, fields) | {"results": results})
+        if workload["results"]["ours"]["status"] != "not run":
+            rows.append(place | chosen(workload, fields) | {"results": results})
     return rows
 
 

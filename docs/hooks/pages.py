@@ -212,7 +212,9 @@ def _public(path: Path) -> set[str]:
     functions = twins.functions_of(path)
     again = twins.re_exported(path)
     return (
-        again | {each.name for each in functions} | {each.owner for each in functions}
+        again
+        | {function.name for function in functions}
+        | {function.owner for function in functions}
     )
 
 

@@ -30,10 +30,10 @@ def _loads(compared: str) -> dict[tuple[str, str, str], dict[str, dict[str, Any]
         compared: "backends", or "recorder": with and without it.
     """
     loads: dict[tuple[str, str, str], dict[str, dict[str, Any]]] = {}
-    for each in read_rows("serving"):
-        if each["compared"] == compared:
-            load = loads.setdefault((each["model"], each["mode"], each["load"]), {})
-            load[each["backend"]] = each
+    for row in read_rows("serving"):
+        if row["compared"] == compared:
+            load = loads.setdefault((row["model"], row["mode"], row["load"]), {})
+            load[row["backend"]] = row
     return loads
 
 
@@ -170,15 +170,15 @@ def cpu_versions_table() -> str:
         " tokens before the first difference | largest difference of log-probabilities |",
         "|---|---|---|---|---:|---:|---:|",
     ]
-    for each in rows:
+    for row in rows:
         cells = [
-            each["vllm"],
-            each["torch"].split("+")[0],
-            f"{each['model']}, {each['dtype']}",
-            each["implementation"],
-            f"{each['equal_prompts']} of {each['prompts']}",
-            f"{each['tokens_before_first_difference']} of {each['tokens']}",
-            f"{each['logprob_difference_before_max']:.5f}",
+            row["vllm"],
+            row["torch"].split("+")[0],
+            f"{row['model']}, {row['dtype']}",
+            row["implementation"],
+            f"{row['equal_prompts']} of {row['prompts']}",
+            f"{row['tokens_before_first_difference']} of {row['tokens']}",
+            f"{row['logprob_difference_before_max']:.5f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -199,7 +199,7 @@ def _planted(with_bug: bool) -> list[dict[str, Any]]:
         return run.get("bug", ""), _engine(run), what
 
     return sorted(
-        (each for each in read_rows("planted") if ("bug" in each) == with_bug),
+        (row for row in read_rows("planted") if ("bug" in row) == with_bug),
         key=place,
     )
 

@@ -214,7 +214,9 @@ def side_by_side(concept: Concept) -> str:
         return _one_column(functions)
     parts = [_two_columns(concept)]
     names = re_exported(ROOT / concept.path("optimized"))
-    if shared := [each for each in functions if {each.name, each.owner} & names]:
+    if shared := [
+        function for function in functions if {function.name, function.owner} & names
+    ]:
         parts += ["### One body for both twins", _one_column(shared)]
     return "\n\n".join(parts)
 
@@ -222,9 +224,9 @@ def side_by_side(concept: Concept) -> str:
 def _one_column(functions: list[Function]) -> str:
     """Return functions as Markdown, one after another."""
     blocks = []
-    for each in functions:
-        if each.name[0] != "_" or each.name == "__init__":
-            blocks += [f"### `{each.title}`", _code(each.body, "")]
+    for function in functions:
+        if function.name[0] != "_" or function.name == "__init__":
+            blocks += [f"### `{function.title}`", _code(function.body, "")]
     return "\n\n".join(blocks)
 
 

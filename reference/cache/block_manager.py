@@ -107,7 +107,9 @@ class BlockManager:
         self.enable_caching = enable_caching
         self.sliding_window = None if sliding_window is None else int(sliding_window)
         self.null_block_id = None if sliding_window is None else NULL_BLOCK_ID
-        order = [each for each in range(num_blocks) if each != self.null_block_id]
+        order = [
+            block_id for block_id in range(num_blocks) if block_id != self.null_block_id
+        ]
         if seed is not None:
             random.Random(int(seed)).shuffle(order)
         self._free = deque(order)
@@ -408,7 +410,7 @@ class BlockManager:
             return len(self._free), len(self._cached)
         released = [each for each in passed if self._ref_cnts[each] == 1]
         num_known = sum(each in self._prefix_cache for each in released)
-        num_taken = sum(each in self._cached for each in computed_blocks)
+        num_taken = sum(block_id in self._cached for block_id in computed_blocks)
         num_free = len(self._free) + len(released) - num_known
         return num_free, len(self._cached) + num_known - num_taken
 

@@ -202,7 +202,7 @@ class PrefixCache:
         while first < num_hidden and block_ids[first] == NULL_BLOCK_ID:
             first += 1
         contents = [
-            self._content_of.get(each, NO_CONTENT) for each in block_ids[first:]
+            self._content_of.get(block_id, NO_CONTENT) for block_id in block_ids[first:]
         ]
         if not contents:
             return [True] * first

@@ -65,16 +65,16 @@ def kind_of(annotation: Any) -> ArgumentKind:
         return _WIDE
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
-        return _union([kind_of(each) for each in arguments])
+        return _union([kind_of(argument) for argument in arguments])
     if origin is tuple and arguments[1:] == (Ellipsis,):
         return sequence_of(arguments[0])
     if origin is tuple:
-        return _tuple([kind_of(each) for each in arguments])
+        return _tuple([kind_of(argument) for argument in arguments])
     if origin is type:
         # classes of other engines need not derive from those of this package
         return _plain("a class", inspect.isclass)
     if origin is Mapping or origin is dict:
-        return _mapping(*(kind_of(each) for each in arguments))
+        return _mapping(*(kind_of(argument) for argument in arguments))
     if origin in (Sequence, list):
         return sequence_of(arguments[0])
     if origin in (Set, Collection):
@@ -147,39 +147,41 @@ def _plain(words: str, takes: Callable[[Any], bool]) -> ArgumentKind:
 
 def _union(members: list[ArgumentKind]) -> ArgumentKind:
     """Return the kind of a union: the first member that takes a value converts it."""
-    if any(each.takes_all for each in members):
+    if any(member.takes_all for member in members):
         return _ANY
-    words = {each.words: each for each in members}
+    words = {member.words: member for member in members}
     if {"a torch.device", "a str"} <= {*words}:
         members = [
             _DEVICE,
-            *(each for each in members if each.words not in _DEVICE_WORDS),
+            *(member for member in members if member.words not in _DEVICE_WORDS),
         ]
-        words = {each.words: each for each in members}
+        words = {member.words: member for member in members}
     # a number that is an integer stays one
     members = sorted(members, key=lambda each: each.words == "a float")
     said = " or ".join(words)
-    tensors = [each for each in members if each.words != "None"]
-    has_axes = all(each.axes for each in tensors)
+    tensors = [member for member in members if member.words != "None"]
+    has_axes = all(tensor.axes for tensor in tensors)
 
     def takes(value: Any) -> bool:
-        return any(each.takes(value) for each in members)
+        return any(member.takes(value) for member in members)
 
     def convert(name: str, value: Any) -> Any:
-        for each in members:
-            if each.takes(value):
-                return each.convert(name, value)
+        for member in members:
+            if member.takes(value):
+                return member.convert(name, value)
         raise _wrong(name, value, said)
 
     return ArgumentKind(
         words=said,
         takes=takes,
         convert=convert,
-        is_shown_by_type=all(each.is_shown_by_type for each in members),
-        has_range=any(each.has_range for each in members),
-        is_optional=any(each.is_optional for each in members),
-        axes=tuple(axes for each in tensors for axes in each.axes) if has_axes else (),
-        has_gradient=all(each.has_gradient for each in tensors),
+        is_shown_by_type=all(member.is_shown_by_type for member in members),
+        has_range=any(member.has_range for member in members),
+        is_optional=any(member.is_optional for member in members),
+        axes=tuple(axes for tensor in tensors for axes in tensor.axes)
+        if has_axes
+        else (),
+        has_gradient=all(tensor.has_gradient for tensor in tensors),
     )
 
 

@@ -41,13 +41,15 @@ class ArgumentTypes:
     def __init__(self, signature: inspect.Signature, has_axes: bool = True) -> None:
         parameters = signature.parameters.values()
         kinds = {
-            each.name: (sequence_of if each.kind is each.VAR_POSITIONAL else kind_of)(
-                each.annotation
-            )
-            for each in parameters
+            parameter.name: (
+                sequence_of if parameter.kind is parameter.VAR_POSITIONAL else kind_of
+            )(parameter.annotation)
+            for parameter in parameters
         }
         self.has_axes = has_axes
-        self.by_factory = {each.name for each in parameters if _has_factory(each)}
+        self.by_factory = {
+            parameter.name for parameter in parameters if _has_factory(parameter)
+        }
         self.by_type = {
             name: kind
             for name, kind in kinds.items()
@@ -146,8 +148,8 @@ class ArgumentTypes:
         if kind.has_range:
             tests.append(f"{-INT32 - 1} <= {name} <= {INT32}")
         if self.has_axes and kind.axes:
-            counts = sorted({len(each.split()) for each in kind.axes})
-            tests.append(" or ".join(f"{name}.ndim == {each}" for each in counts))
+            counts = sorted({len(axis.split()) for axis in kind.axes})
+            tests.append(" or ".join(f"{name}.ndim == {count}" for count in counts))
         for test in tests:
             absent = f"{name} is None or " if kind.is_optional else ""
             yield f"({absent}{test})"
@@ -155,7 +157,7 @@ class ArgumentTypes:
 
 def _check_axes(name: str, tensor: Tensor, axes: tuple[str, ...]) -> None:
     """Raise an error for a tensor with another number of axes than its annotation says."""
-    if tensor.ndim not in {len(each.split()) for each in axes}:
+    if tensor.ndim not in {len(axis.split()) for axis in axes}:
         shapes = dict.fromkeys(
             f"[{', '.join('...' if each == '_' else each for each in names.split())}]"
             for names in axes
@@ -227,13 +229,19 @@ def {function.__name__}({head}):
     exec(source, names)
     wrapped: Any = functools.wraps(function)(names[function.__name__])
     defaults = [
-        each for each in signature.parameters.values() if each.default is not each.empty
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.default is not parameter.empty
     ]
     wrapped.__defaults__ = tuple(
-        each.default for each in defaults if each.kind is not each.KEYWORD_ONLY
+        parameter.default
+        for parameter in defaults
+        if parameter.kind is not parameter.KEYWORD_ONLY
     )
     wrapped.__kwdefaults__ = {
-        each.name: each.default for each in defaults if each.kind is each.KEYWORD_ONLY
+        parameter.name: parameter.default
+        for parameter in defaults
+        if parameter.kind is parameter.KEYWORD_ONLY
     }
     return wrapped
 

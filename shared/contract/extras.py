@@ -23,7 +23,7 @@ def require(user: str, *libraries: str) -> None:
     Raises:
         ImportError: The message names the libraries and the extra.
     """
-    missing = [each for each in libraries if is_missing(each)]
+    missing = [library for library in libraries if is_missing(library)]
     if missing:
         raise ImportError(
             f"{user} needs {' and '.join(missing)}:"

@@ -120,7 +120,7 @@ def given_options(context: typer.Context) -> set[str]:
 def paragraphs(function: Callable[..., None]) -> str:
     """Return the docstring of a command with one line per paragraph, to be wrapped to a width."""
     words = (function.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(each.split()) for each in words)
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in words)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def read_suite(suite: str) -> list[dict[str, Any]]:
     for name in SUITES[suite]:
         path = Path(__file__).parent / "bench" / name
         stored = json.loads(path.read_text(encoding="utf-8"))
-        found += [stored["defaults"] | each for each in stored["workloads"]]
+        found += [stored["defaults"] | workload for workload in stored["workloads"]]
     return found
 
 

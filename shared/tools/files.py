@@ -95,7 +95,7 @@ def check_folder(option: str, path: Path) -> None:
         if existing == path:
             raise NotADirectoryError(f"{option} = {path} is a file: expected a folder")
         raise _cannot_create(option, path, os.strerror(errno.ENOTDIR))
-    longest = max(len(os.fsencode(each)) for each in path.parts)
+    longest = max(len(os.fsencode(part)) for part in path.parts)
     if longest > (most := os.pathconf(existing, "PC_NAME_MAX")):
         raise ValueError(
             f"{option} = {path}: a name of {longest} bytes, expected at most {most}"

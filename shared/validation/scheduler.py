@@ -215,7 +215,10 @@ def check_sampled_tokens(
                 token = as_int(f"sampled_token_ids[{request_id!r}]", token)
             tokens[request_id] = token
     if len(sampled_token_ids) != len(tokens):
-        ended = {each.request.request_id for each in scheduled_requests}
+        ended = {
+            scheduled_request.request.request_id
+            for scheduled_request in scheduled_requests
+        }
         ended -= {each.request.request_id for each in live}
         for request_id in sampled_token_ids.keys() - tokens.keys() - ended:
             raise ValueError(_describe_token(request_id, "is not expected"))

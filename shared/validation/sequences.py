@@ -52,9 +52,9 @@ def check_seq_group(step: CollectedStep, group: Any) -> None:
     if not isinstance(group, SequenceGroup):
         raise TypeError(f"group = {group!r:.60}: expected a SequenceGroup")
     sequences = as_list("sequences", group.sequences, "SequenceInput")
-    for each in sequences:
-        if not isinstance(each, SequenceInput):
-            raise TypeError(f"sequences has {each!r:.60}: expected SequenceInput")
+    for sequence in sequences:
+        if not isinstance(sequence, SequenceInput):
+            raise TypeError(f"sequences has {sequence!r:.60}: expected SequenceInput")
     if not isinstance(group.block_tables, Mapping | None):
         raise TypeError(
             f"block_tables = {group.block_tables!r:.60}: expected a mapping from seq_id to row"

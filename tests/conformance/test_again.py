@@ -96,7 +96,7 @@ def test_one_input_per_symptom_is_tried_each_in_a_fresh_process() -> None:
         replace(FAILED, law="f law", what="rows", case=""),
     ]
     words, worker = try_again(results, lambda job: HELD)
-    assert [bool(each) for each in words] == [True, False, True, False, False, False]
+    assert [bool(word) for word in words] == [True, False, True, False, False, False]
     assert worker.events == ["stop", "a law", "stop", "c law", "stop"]
 
 

@@ -79,7 +79,11 @@ def parameters(command: str) -> Iterator[tuple[str, type, str | None]]:
         if typing.get_origin(plain) is list:
             (plain,) = typing.get_args(plain)
         is_option = type(info).__name__ == "OptionInfo"
-        declared = [each for each in (info.param_decls or ()) if each[:2] == "--"]
+        declared = [
+            declaration
+            for declaration in (info.param_decls or ())
+            if declaration[:2] == "--"
+        ]
         option = (declared or [f"--{name.replace('_', '-')}"])[0]
         yield name, plain, option if is_option else None
 
@@ -240,9 +244,9 @@ def test_a_wrong_puzzle_is_answered_with_the_nearest_names(process: Any) -> None
 
 def test_names_that_are_known_without_torch_are_those_of_the_code() -> None:
     assert set(law_names()) == {(law.area, law.name) for law in ALL_LAWS}
-    assert [each.name for each in PUZZLES] == list(puzzle_folder.NAMES)
-    assert [each.file for each in PUZZLES] == list(puzzle_folder.FILES)
-    standard = [each.name for each in all_libraries("cpu")]
+    assert [puzzle.name for puzzle in PUZZLES] == list(puzzle_folder.NAMES)
+    assert [puzzle.file for puzzle in PUZZLES] == list(puzzle_folder.FILES)
+    standard = [library.name for library in all_libraries("cpu")]
     assert standard == list(bench_names.IMPLEMENTATIONS)
-    everything = {each.name for each in all_libraries("cpu", suite="all")}
+    everything = {library.name for library in all_libraries("cpu", suite="all")}
     assert everything - set(standard) == set(bench_names.BEYOND_STANDARD)

@@ -141,9 +141,9 @@ def solution_of(kind: str | None, folder: Path) -> str:
 def said(report: Report) -> str:
     """Return what a report says of its failures."""
     return "\n".join(
-        f"{each.what} {each.where} {each.found} {each.message}"
-        for each in report.results
-        if not each.ok
+        f"{result.what} {result.where} {result.found} {result.message}"
+        for result in report.results
+        if not result.ok
     )
 
 
@@ -162,7 +162,7 @@ def check(implementation: str, **options: Any) -> Report:
 
 def test_the_page_of_mutants_has_each_kind() -> None:
     page = (FOLDER.parents[2] / "docs" / "mutants.md").read_text(encoding="utf-8")
-    assert [each for each in KINDS if f"| `{each}` |" not in page] == []
+    assert [kind for kind in KINDS if f"| `{kind}` |" not in page] == []
 
 
 def test_a_correct_adapter_and_a_correct_solution_hold(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_timed_call_computes_its_own_numbers(
 ) -> None:
     solution = read_solution(solution_of(kind, tmp_path))
     traces = judge_workloads(solution, "cpu", seconds_of_a_case=60.0)
-    ended = {each["evaluation"]["status"] for each in traces}
+    ended = {trace["evaluation"]["status"] for trace in traces}
     assert ended == ({"PASSED"} if kind is None else {"INCORRECT_NUMERICAL"}), traces
 
 

@@ -77,7 +77,9 @@ def try_stored(
     still = fuzz._try_stored(
         run, stored, laws, worker, lambda run, one: seen.append(one)
     )
-    assert len(seen) == sum(each.law in {law.name for law in laws} for each in failures)
+    assert len(seen) == sum(
+        failure.law in {law.name for law in laws} for failure in failures
+    )
     return run, still
 
 
@@ -362,7 +364,7 @@ def test_causes_of_nan_are_in_the_corpus(
     run, drawing = fuzz.Fuzzing("reference", "cpu"), drawing_of(tmp_path)
     drawing.failures = [replace(FAILED, found="nan")]
     fuzz._finish(run, drawing.corpus, choose_laws(None), drawing, [])
-    assert [each.cause for each in run.failures] == ["is not written everywhere"]
+    assert [failure.cause for failure in run.failures] == ["is not written everywhere"]
 
 
 def test_a_job_that_was_cut_does_not_count(tmp_path: Path) -> None:

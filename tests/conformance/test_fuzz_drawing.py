@@ -279,14 +279,17 @@ def test_the_report_has_each_law_once_and_the_corpus_each_failing_case(
     fuzz._finish(run, stored, laws, own, old)
     assert again == own.failures[2:] and len(again) == 4
     # the causes of the first four are searched, if they are not known
-    assert [each.case for each in causes] == ["0", "1"]
-    assert {each.law for each in run.failures} == {DRAWN[0].name, SIGNED[0].name}
+    assert [cause.case for cause in causes] == ["0", "1"]
+    assert {failure.law for failure in run.failures} == {DRAWN[0].name, SIGNED[0].name}
     assert run.missing == [DRAWN[2].name]
     assert run.report is not None
     names = [each.law for each in run.report.results]
     assert names.count(DRAWN[1].name) == 1 and names.count(DRAWN[0].name) == 1
     assert run.report.settings == {"cases": 9, "signatures": 2}
-    kept = [(each.law, each.case) for each in Corpus(tmp_path, "reference").failures]
+    kept = [
+        (failure.law, failure.case)
+        for failure in Corpus(tmp_path, "reference").failures
+    ]
     assert len(kept) == len(set(kept))
     assert {case for law, case in kept if law == DRAWN[0].name} == {"a", "b"}
     assert run.summary == stored.summary() != {}

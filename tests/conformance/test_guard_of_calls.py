@@ -38,8 +38,8 @@ def watching(guarded_calls: None) -> Iterator[None]:
 
 
 def note(*words: str) -> None:
-    for each in words:
-        JUDGED_CALL.note(each)
+    for word in words:
+        JUDGED_CALL.note(word)
 
 
 def test_what_a_call_inside_of_a_call_did_is_said_of_both() -> None:
@@ -162,7 +162,7 @@ def test_the_functions_are_those_from_before_the_first_candidate(
         (getattr(owner, "__name__", ""), name) for owner, name, *_ in comparators
     }
     assert ("torch", "equal") in watched and ("time", "perf_counter") in watched
-    named = {each.name for each in judges._functions.values()}
+    named = {function.name for function in judges._functions.values()}
     assert any(each.endswith(".expect_same") for each in named)
     assert any(each.startswith(f"{SUITE}.conformance.oracles.") for each in named)
     others_of = {owner.__name__ for owner, *_ in others}

@@ -104,12 +104,12 @@ def stateful_classes() -> Iterator[tuple[str, set[str]]]:
             for node in tree.body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     methods = [
-                        each
-                        for each in node.body
-                        if isinstance(each, ast.FunctionDef)
-                        and each.name not in ("__init__", "__post_init__")
+                        statement
+                        for statement in node.body
+                        if isinstance(statement, ast.FunctionDef)
+                        and statement.name not in ("__init__", "__post_init__")
                     ]
-                    if any(changes_self(each) for each in methods):
+                    if any(changes_self(method) for method in methods):
                         public = {m.name for m in methods if m.name[0] != "_"}
                         yield node.name, public
 
@@ -170,13 +170,16 @@ def scheduler(policy: str) -> Subject:
     for request in (a, b, c):
         subject.add_request(request)
     first = subject.schedule()
-    sampled = {each.request.request_id: 4 for each in first.scheduled_requests}
+    sampled = {
+        scheduled_request.request.request_id: 4
+        for scheduled_request in first.scheduled_requests
+    }
     subject.update_from_output(first, sampled)
     step = subject.schedule()
     sampled = {
-        each.request.request_id: 4
-        for each in step.scheduled_requests
-        if each.samples_token
+        scheduled_request.request.request_id: 4
+        for scheduled_request in step.scheduled_requests
+        if scheduled_request.samples_token
     }
     calls = {
         "add_request": (Request("d", [5], 1),),
@@ -275,11 +278,11 @@ def wrong_values(value: Any) -> Iterator[Any]:
             yield [*value[:-1], wrong]
             yield [*value, wrong]
     elif isinstance(value, SequenceGroup | SequenceInput):
-        for each in fields(value):
-            for wrong in wrong_values(getattr(value, each.name)):
+        for field in fields(value):
+            for wrong in wrong_values(getattr(value, field.name)):
                 # a field of another type is rejected already where the object is made
                 with suppress(TypeError, ValueError):
-                    yield replace(value, **{each.name: wrong})
+                    yield replace(value, **{field.name: wrong})
 
 
 METHODS = [(name, method) for name, make in SUBJECTS.items() for method in make().calls]

@@ -210,13 +210,13 @@ def test_processes_share_a_deadline_and_are_stopped(workers: list[FakeWorker]) -
         found = [law.name for law, _ in try_all(LAWS, Job("", 3, 7))]
         assert promises == ("undeclared",)
     assert sorted(found) == sorted(law.name for law in LAWS)
-    assert [each.deadline for each in workers] == [limits.deadline] * 2
-    assert limits.deadline < float("inf") and {each.known for each in workers} == {
+    assert [worker.deadline for worker in workers] == [limits.deadline] * 2
+    assert limits.deadline < float("inf") and {worker.known for worker in workers} == {
         "known"
     }
-    starts = [each.calls.count("start") for each in workers]
-    assert sum(starts) == 1 and all(each.calls[-1] == "stop" for each in workers)
-    tried = [call for each in workers for call in each.calls]
+    starts = [worker.calls.count("start") for worker in workers]
+    assert sum(starts) == 1 and all(worker.calls[-1] == "stop" for worker in workers)
+    tried = [call for worker in workers for call in worker.calls]
     assert tried.count(runner.SMALLEST_LAW) >= 1
     assert {law.name for law in LAWS} <= {*tried}
 

@@ -141,7 +141,7 @@ def test_a_group_has_64_calls_without_their_caches(
 
     monkeypatch.setattr(screening, "_shares", shares)
     screen(LAW, setting_of(), 0, 0, 65)
-    assert [len(each) for each in groups] == [64, 1]
+    assert [len(group) for group in groups] == [64, 1]
     names = {name for _, built, _ in groups[0] for name in built.call.arguments}
     assert "block_table" in names and not names & {"key_cache", "value_cache"}
 

@@ -93,9 +93,9 @@ def test_results_of_steps_on_ranks_are_merged_and_gathered_ones_are_not(
         draw_rank_batch(draw_rank_signature(0, SMALL, each), 0)
         for each in (STEP, GATHER, RING)
     ]
-    for each in batches:
+    for batch in batches:
         call: Any = SimpleNamespace()
-        screening._shares(setting_of(), [(each, call, call)])
+        screening._shares(setting_of(), [(batch, call, call)])
     assert [is_joined for _, _, is_joined in found] == [False, True, False, True]
 
 

@@ -353,7 +353,7 @@ def test_factors_of_timed_calls_are_drawn_per_head_and_far_apart(
     ]
     assert len(calls) == len(FACTORS) and list(calls[0]) == names
     for name in names:
-        drawn = torch.stack([each[name].flatten() for each in calls])
+        drawn = torch.stack([call[name].flatten() for call in calls])
         again = torch.stack([each[name].flatten() for each in others])
         assert not bool((drawn == again).any())
         heads = definition.constants.get("num_kv_heads", 3)

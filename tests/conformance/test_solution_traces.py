@@ -51,7 +51,7 @@ def test_only_a_law_that_holds_has_passed(found: Result, word: str) -> None:
 
 
 def test_each_operation_of_a_family_has_a_law() -> None:
-    assert traces.LAWS.keys() == {each.operation for each in FAMILIES}
+    assert traces.LAWS.keys() == {family.operation for family in FAMILIES}
     for name in traces.LAWS.values():
         assert find_law(name).name == name
 

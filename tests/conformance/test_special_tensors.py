@@ -26,7 +26,11 @@ def float_arguments(example: Example) -> list[str]:
     if operation is None or inspect.isclass(operation):
         return []
     parameters = inspect.signature(operation).parameters.values()
-    return [each.name for each in parameters if kind_of(each.annotation).has_gradient]
+    return [
+        parameter.name
+        for parameter in parameters
+        if kind_of(parameter.annotation).has_gradient
+    ]
 
 
 WITH_FLOATS = [each for each in EXAMPLES if float_arguments(each)]

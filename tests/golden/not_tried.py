@@ -81,8 +81,8 @@ def why_not_tried(case: Case) -> str:
     """Return what is missing; empty if the case is tried."""
     if not any(file == case.file for file, _ in ADAPTERS):
         return FILES.get(case.file, "")
-    gaps = [each for each in GAPS if each.file == case.file]
-    return next((each.reason for each in gaps if each.holds(case.inputs)), "")
+    gaps = [gap for gap in GAPS if gap.file == case.file]
+    return next((gap.reason for gap in gaps if gap.holds(case.inputs)), "")
 
 
 # ---- specs of caches
@@ -119,7 +119,7 @@ def specs_differ_in_a_missing_field(inputs: dict[str, Any]) -> bool:
     """The specs differ in a field that does not exist here."""
     specs = inputs.get("specs", [])
     return any(
-        each.get(name) != specs[0].get(name) for each in specs for name in NO_EFFECT
+        spec.get(name) != specs[0].get(name) for spec in specs for name in NO_EFFECT
     )
 
 

@@ -177,7 +177,7 @@ def strides(inputs: dict[str, Any]) -> dict[str, Any]:
     outer = letters[: max(letters.index("L"), letters.index("B")) + 1]
     shape = [blocks, heads, count, cell]
     if page == heads * count * cell:
-        memory = torch.empty([lens[each] for each in letters], device="meta")
+        memory = torch.empty([lens[letter] for letter in letters], device="meta")
         found = dict(zip(letters, memory.stride(), strict=True))
     elif "H" in outer and heads > 1:
         error = {"raises": "AssertionError", "message": ""}

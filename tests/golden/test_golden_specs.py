@@ -145,7 +145,7 @@ def draw_mask(pick: Random) -> dict[str, Any]:
     causal = pick.choice([True, True, False, [pick.random() < 0.5 for _ in new]])
     inputs = {
         "query_lens": new,
-        "seq_lens": [max(each, 1) for each in lens],
+        "seq_lens": [max(length, 1) for length in lens],
         "sliding_window": pick.choice([None, 1, 2, 5, 30]),
         "causal": causal,
         "query_heads_per_kv_head": pick.choice([1, 1, 2, 8]),

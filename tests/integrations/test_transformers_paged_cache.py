@@ -49,14 +49,14 @@ class Dense:
         """Select or repeat requests in every tensor."""
         self.is_token = rows(self.is_token)
         self.keys, self.values = (
-            [rows(each) for each in tensors] for tensors in (self.keys, self.values)
+            [rows(tensor) for tensor in tensors] for tensors in (self.keys, self.values)
         )
 
     def crop(self, num_columns: int) -> None:
         """Keep the first columns."""
         self.is_token = self.is_token[:, :num_columns]
         self.keys, self.values = (
-            [each[:, :, :num_columns] for each in tensors]
+            [tensor[:, :, :num_columns] for tensor in tensors]
             for tensors in (self.keys, self.values)
         )
 

@@ -239,7 +239,7 @@ def test_every_stream_ends_when_the_call_raises(name: str) -> None:
     streamers = [Recorded(), Recorded(fails_after=2)]
     with pytest.raises(ZeroDivisionError):
         generate(tiny(name), [[5, 6], [7]], "reference", NEW, streamer=streamers)
-    assert [each.got.count(None) for each in streamers] == [1, 1]
+    assert [streamer.got.count(None) for streamer in streamers] == [1, 1]
     for options in ({"max_new_tokens": 0}, {"eos_token_id": "5"}, {"seed": "5"}):
         early = Recorded()
         with pytest.raises((TypeError, ValueError)):

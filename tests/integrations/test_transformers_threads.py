@@ -42,7 +42,9 @@ def run_in_threads(*calls: Callable[[], Any]) -> list[Any]:
         except Exception as error:
             found[number] = error
 
-    threads = [threading.Thread(target=run, args=(each,)) for each in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=(index,)) for index in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -148,11 +150,11 @@ def test_the_attention_of_every_part_of_a_model_is_restored() -> None:
     model = transformers.Gemma3ForConditionalGeneration(config).eval()
     parts = (config, config.text_config, config.vision_config)
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
-    before = [each._attn_implementation for each in parts]
+    before = [part._attn_implementation for part in parts]
     with contextlib.suppress(ZeroDivisionError), use_attention(model, "reference"):
         assert config.text_config._attn_implementation == OURS
         raise ZeroDivisionError
-    assert [each._attn_implementation for each in parts] == before
+    assert [part._attn_implementation for part in parts] == before
     assert "sdpa" in before and "eager" in before
 
 

@@ -144,7 +144,7 @@ def find_accepted(family: Any, given: dict[str, Any]) -> set[str]:
             if is_accepted(make_call(**(given | {name: each}))):
                 found.add(f"{name} = {str(each).removeprefix('torch.')}")
     options = {each: getattr(call.options, each) for each in call.options.given}
-    assert {*OPTIONS} == {each.name for each in fields(AttentionOptions)}
+    assert {*OPTIONS} == {field.name for field in fields(AttentionOptions)}
     for name, values in OPTIONS.items():
         for value in values:
             kind = "tensor" if isinstance(value, Tensor) else value
@@ -164,7 +164,9 @@ def strides(names: str, axis: int, *steps: str) -> set[str]:
 def begins(names: str, *elements: int) -> set[str]:
     """Return changes of the address of some tensors."""
     return {
-        f"{name} begins {each} further" for name in names.split() for each in elements
+        f"{name} begins {element} further"
+        for name in names.split()
+        for element in elements
     }
 
 
@@ -245,7 +247,7 @@ ACCEPTED = {
         | EACH | SLOTS | IS_E5M2 | shapes("heads", 2, 6, 10) | shapes("kv_heads", 1, 2, 4)
         | shapes("size", 64) | shapes("value_size", 64, 128)
         | {"query is float16", "out is float16"}
-        | {f"lse is {each}" for each in LSE_DTYPES}
+        | {f"lse is {lse_dtype}" for lse_dtype in LSE_DTYPES}
         | MASKS | SCORES | SCALES | MAY_BE_CAUSAL | VARIES | WIDE
     ),
     "append": OF_CALL | OF_TABLE | PAGES | SLOTS | MASKS | SCORES | IS_CAUSAL | VARIES,

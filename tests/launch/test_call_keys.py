@@ -177,7 +177,7 @@ def check_options(key: Key) -> None:
     """Assert that a key tells all options apart, and all properties of those that are tensors."""
     options = make_options()
     given = {name: getattr(options, name) for name in OPTIONS}
-    defaults = {each.name: each.default for each in fields(AttentionOptions)}
+    defaults = {field.name: field.default for field in fields(AttentionOptions)}
     assert {*defaults} == {*OPTIONS, *OPTIONS_PER_BATCH}
     assert find_alike(given, key, *OPTIONS) == set()
     for name, option in given.items():
@@ -203,7 +203,7 @@ def test_a_repeated_call_belongs_to_every_property_of_every_tensor(
 
     def key(given: dict[str, Any]) -> Any:
         tensors = [given[name] for name in names]
-        is_alike = all(each is not None for each in tensors) and fits(*tensors)
+        is_alike = all(tensor is not None for tensor in tensors) and fits(*tensors)
         return sign_numbers(AttentionCall(**given)), is_alike
 
     assert key(call._asdict())[1]

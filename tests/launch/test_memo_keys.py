@@ -117,8 +117,8 @@ def test_options_over_a_prefix_belong_to_one_object() -> None:
 def test_layers_that_differ_in_one_field_are_told_apart() -> None:
     """The rows of query tiles are kept under the layer."""
     layer = Layer(4, 2, 256, 512, True, None, 132)
-    for each in fields(Layer):
-        value = getattr(layer, each.name)
+    for field in fields(Layer):
+        value = getattr(layer, field.name)
         other = 7 if value is None else value + 1
-        changed = replace(layer, **{each.name: other})
-        assert changed != layer and len({layer, changed}) == 2, each.name
+        changed = replace(layer, **{field.name: other})
+        assert changed != layer and len({layer, changed}) == 2, field.name

@@ -632,7 +632,7 @@ class Repeats:
         machine, given = self.machine, self.tensors
         own = tuple(given[name].data_ptr() for name in NAMES)
         counters, numbers = machine.counters.data_ptr(), machine.numbers.data_ptr()
-        options = tuple(each.data_ptr() for each in self.options.values())
+        options = tuple(option.data_ptr() for option in self.options.values())
         return own, (counters + 64, numbers), options, (*own[:3], own[6])
 
     def attend(self) -> bool:
@@ -736,7 +736,7 @@ def test_each_argument_of_an_operation_tells_its_repeated_calls_apart(
         seen.append(
             (
                 signatures.sign_numbers(call, more),
-                [each.data_ptr() for each in tensors],
+                [tensor.data_ptr() for tensor in tensors],
             )
         )
         result: Tensor = call.out

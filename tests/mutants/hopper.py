@@ -36,7 +36,7 @@ def folder_of(file: str) -> str:
 def without_layouts(mutants: Sequence[Generated]) -> list[Generated]:
     """Return the mutants that change more than a layout of registers, which is not interpreted."""
     spans: dict[str, list[tuple[int, int]]] = {}
-    for file in {each.file for each in mutants}:
+    for file in {mutant.file for mutant in mutants}:
         text = (ROOT / file).read_bytes()
         starts = [0]
         for line in text.splitlines(keepends=True):
@@ -50,9 +50,10 @@ def without_layouts(mutants: Sequence[Generated]) -> list[Generated]:
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Layout")
         ]
     return [
-        each
-        for each in mutants
+        mutant
+        for mutant in mutants
         if not any(
-            begin <= each.begin and each.end <= end for begin, end in spans[each.file]
+            begin <= mutant.begin and mutant.end <= end
+            for begin, end in spans[mutant.file]
         )
     ]

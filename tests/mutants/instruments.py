@@ -114,9 +114,9 @@ def _nodes_of(text: str) -> Iterator[tuple[str, ast.FunctionDef]]:
         if isinstance(node, ast.FunctionDef):
             yield node.name, node
         elif isinstance(node, ast.ClassDef):
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef):
-                    yield f"{node.name}.{each.name}", each
+            for statement in node.body:
+                if isinstance(statement, ast.FunctionDef):
+                    yield f"{node.name}.{statement.name}", statement
 
 
 def load_instruments(folder: Path = CATALOGUE) -> list[InstrumentMutant]:

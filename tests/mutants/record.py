@@ -86,7 +86,7 @@ def read_record(place: Path) -> dict[str, Entry]:
         return {}
     lines = place.read_text(encoding="utf-8").splitlines()
     entries = [Entry(*line.split("\t")) for line in lines]
-    return {each.id: each for each in entries}
+    return {entry.id: entry for entry in entries}
 
 
 def write_record(
@@ -99,7 +99,7 @@ def write_record(
         mutants: The mutants that exist. Entries of others are left out.
         entries: Entries by id.
     """
-    names = sorted({each.id for each in mutants} & entries.keys())
+    names = sorted({mutant.id for mutant in mutants} & entries.keys())
     lines = ["\t".join(astuple(entries[name])).rstrip("\t") + "\n" for name in names]
     place.write_text("".join(lines), encoding="utf-8")
 
@@ -112,11 +112,11 @@ def write_todays(
     Whether one that nothing found is equivalent is decided anew, by its reason of today.
     """
     todays = {}
-    for each in mutants:
-        entry = entries.get(each.id)
-        if entry is not None and entry.digest == each.digest:
+    for mutant in mutants:
+        entry = entries.get(mutant.id)
+        if entry is not None and entry.digest == mutant.digest:
             is_found = entry.is_killed
-            todays[each.id] = entry if is_found else make_entry(each, "alive")
+            todays[mutant.id] = entry if is_found else make_entry(mutant, "alive")
     write_record(place, mutants, todays)
 
 
@@ -134,10 +134,10 @@ def summary(
     """
     lines = ["", "operator            killed  alive  equivalent"]
     for operator in (*operators, "all"):
-        own = [each for each in entries if operator in (operator_of[each.id], "all")]
+        own = [entry for entry in entries if operator in (operator_of[entry.id], "all")]
         if own:
             ends = Counter("killed" if each.is_killed else each.how for each in own)
             lines.append(
                 f"{operator:<18}{ends['killed']:>8}{ends['alive']:>7}{ends['equivalent']:>12}"
             )
-    return lines + [f"alive: {each.id}" for each in entries if each.how == "alive"]
+    return lines + [f"alive: {entry.id}" for entry in entries if entry.how == "alive"]

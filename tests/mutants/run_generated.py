@@ -78,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     held = {name: each for name, each in known.items() if each.by not in broken}
     write_todays(given.record, mutants, held)
     entries = [*read_record(given.record).values()]
-    operator_of = {each.id: each.operator for each in mutants}
+    operator_of = {mutant.id: mutant.operator for mutant in mutants}
     print("\n".join(summary(OPERATORS, operator_of, entries)))
     for law in sorted(broken):
         print(f"broken by the unchanged twin, so it kills nothing: {law}")
-    return int(bool(broken) or any(each.how == "alive" for each in entries))
+    return int(bool(broken) or any(entry.how == "alive" for entry in entries))
 
 
 def run(

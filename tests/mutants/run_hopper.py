@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_todays(given.record, mutants, known)
     write_todays(given.record, mutants, known)
     entries = [*read_record(given.record).values()]
-    operator_of = {each.id: each.operator for each in mutants}
+    operator_of = {mutant.id: mutant.operator for mutant in mutants}
     print("\n".join(summary(OPERATORS, operator_of, entries)))
     return int(any(each.how == "alive" for each in entries))
 

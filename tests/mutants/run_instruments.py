@@ -166,29 +166,31 @@ class Run:
             known: Entries of an earlier run, by id.
         """
         unchanged = Unchanged()
-        killers = {each.id: known[each.id].by for each in mutants if each.id in known}
+        killers = {
+            mutant.id: known[mutant.id].by for mutant in mutants if mutant.id in known
+        }
         killers = {name: test for name, test in killers.items() if test}
         if killers:
             tests = sorted(set(killers.values()))
             parts = [tests[start :: self.workers] for start in range(self.workers)]
-            self._try_unchanged(unchanged, [each for each in parts if each], False)
+            self._try_unchanged(unchanged, [part for part in parts if part], False)
             first = [
-                (each, [killers[each.id]])
-                for each in mutants
-                if killers.get(each.id) in unchanged.seconds
+                (mutant, [killers[mutant.id]])
+                for mutant in mutants
+                if killers.get(mutant.id) in unchanged.seconds
             ]
             done = set()
             for entry in self.try_each(first, unchanged):
                 if entry.is_killed:
                     done.add(entry.id)
                     yield entry
-            mutants = [each for each in mutants if each.id not in done]
+            mutants = [mutant for mutant in mutants if mutant.id not in done]
         if not mutants:
             return
         unchanged = Unchanged()
-        files = sorted({file for each in mutants for file in each.tests})
+        files = sorted({file for mutant in mutants for file in mutant.tests})
         self._try_unchanged(unchanged, [[file] for file in files], True)
-        pairs = [(each, unchanged.tests_of(each, self.most)) for each in mutants]
+        pairs = [(mutant, unchanged.tests_of(mutant, self.most)) for mutant in mutants]
         yield from self.try_each(pairs, unchanged)
 
     def _try_unchanged(
@@ -238,7 +240,7 @@ class Run:
         unchanged: Unchanged,
         patience: float,
     ) -> Session:
-        usual = sum(unchanged.seconds[each] for each in tests)
+        usual = sum(unchanged.seconds[test] for test in tests)
         limit = patience * (self.limit + 5 * usual)
         return Session(mutant.id, tests, limit, {mutant.module: mutant.source()})
 

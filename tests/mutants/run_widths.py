@@ -73,7 +73,7 @@ class Survey:
 
     def small(self, bits: int) -> list[Site]:
         """Return the sites whose integers fit so many bits in all laws."""
-        return [each for each in self.sites if 0 < self.seen[each.number] < 1 << bits]
+        return [site for site in self.sites if 0 < self.seen[site.number] < 1 << bits]
 
 
 def in_child(work: Callable[[], Any], seconds: float) -> Any:

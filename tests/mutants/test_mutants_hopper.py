@@ -46,8 +46,8 @@ def test_most_recorded_mutants_are_of_todays_functions() -> None:
 
 
 def test_a_part_of_the_mutants_of_each_folder_is_recorded() -> None:
-    every = Counter(folder_of(each.file) for each in MUTANTS)
-    tried = Counter(folder_of(each.file) for each in MUTANTS if each.id in RECORD)
+    every = Counter(folder_of(mutant.file) for mutant in MUTANTS)
+    tried = Counter(folder_of(mutant.file) for mutant in MUTANTS if mutant.id in RECORD)
     for folder, count in every.items():
         assert tried[folder] * 25 > count, folder
 

@@ -183,7 +183,7 @@ class _Instrument(ast.NodeTransformer):
         if isinstance(node, (ast.Compare, ast.GeneratorExp, ast.Slice)):
             return node
         if isinstance(node, (ast.Tuple, ast.List)):
-            node.elts = [self.wrap(each) for each in node.elts]
+            node.elts = [self.wrap(element) for element in node.elts]
             return node
         if not self.names:
             return node
@@ -224,8 +224,10 @@ class _Instrument(ast.NodeTransformer):
         """Change the methods alone."""
         self.names.append(node.name)
         node.body = [
-            self.visit(each) if isinstance(each, ast.FunctionDef) else each
-            for each in node.body
+            self.visit(statement)
+            if isinstance(statement, ast.FunctionDef)
+            else statement
+            for statement in node.body
         ]
         self.names.pop()
         return node
@@ -298,7 +300,9 @@ class _Instrument(ast.NodeTransformer):
             for each in node.ops
         ):
             node.left = self._operand(node.left)
-            node.comparators = [self._operand(each) for each in node.comparators]
+            node.comparators = [
+                self._operand(comparator) for comparator in node.comparators
+            ]
         return node
 
     def _operand(self, node: ast.expr) -> ast.expr:
@@ -335,8 +339,8 @@ class _Instrument(ast.NodeTransformer):
                     setattr(node.slice, side, self.wrap(bound))
         elif isinstance(node.slice, ast.Tuple):
             node.slice.elts = [
-                each if isinstance(each, ast.Slice) else self.wrap(each)
-                for each in node.slice.elts
+                element if isinstance(element, ast.Slice) else self.wrap(element)
+                for element in node.slice.elts
             ]
         else:
             node.slice = self.wrap(node.slice)
@@ -397,7 +401,7 @@ class _Instrumented:
 
     def __init__(self, folder: Path, packages: Sequence[str]) -> None:
         self.folder = folder
-        self.packages = tuple(f"{NAME}.{each}." for each in packages)
+        self.packages = tuple(f"{NAME}.{package}." for package in packages)
         self.sites: list[Site] = []
 
     def find_spec(
@@ -433,8 +437,8 @@ def graft_instrumented(twin: str, folder: Path) -> tuple[str, list[Site]]:
     finder = _Instrumented(folder, (twin,))
     sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
     name = graft(twin, None, folder)
-    for each in _modules(twin):
-        import_module(f"{NAME}.{each}")
+    for module in _modules(twin):
+        import_module(f"{NAME}.{module}")
     return name, finder.sites
 
 

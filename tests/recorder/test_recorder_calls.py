@@ -142,15 +142,15 @@ def test_the_buffers_of_a_step_that_replays_a_graph_are_compared(
     recorder: Recorder, replays_graph: bool
 ) -> None:
     recorder.begin_step(tensors(), replays_graph=replays_graph)
-    found = [(each.law, each.request_id) for each in recorder.findings]
+    found = [(finding.law, finding.request_id) for finding in recorder.findings]
     assert found == ([("graph buffers", None)] if replays_graph else [])
-    paths = [each.name for each in recorder.settings.folder.glob("*.pt")]
-    assert len(paths) == replays_graph and all("-step-1-" in each for each in paths)
+    paths = [path.name for path in recorder.settings.folder.glob("*.pt")]
+    assert len(paths) == replays_graph and all("-step-1-" in path for path in paths)
 
 
 def test_a_step_on_the_host_is_checked_when_it_begins(recorder: Recorder) -> None:
     recorder.begin_step(tensors(slot_mapping=torch.tensor([11, 12, 14, 32, -1, -1])))
-    assert [each.law for each in recorder.findings] == ["slots"]
+    assert [finding.law for finding in recorder.findings] == ["slots"]
 
 
 def test_the_last_step_is_finished_and_only_once(
@@ -208,7 +208,9 @@ def test_a_wrong_write_of_the_layers_turn_is_found(
         recorder.begin_step(tensors())
         write(recorder, "a", value, scales=None)
         is_found = value is not None and number == 5
-        assert [each.law for each in recorder.findings] == ["cache write"] * is_found
+        assert [finding.law for finding in recorder.findings] == [
+            "cache write"
+        ] * is_found
     assert recorder.is_on
 
 

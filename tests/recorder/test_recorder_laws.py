@@ -291,7 +291,7 @@ def recorded_call(
     options: AttentionOptions | None = None, **given: Any
 ) -> RecordedCall:
     """Return the right attention of all tokens of the step."""
-    key_cache, value_cache = (torch.sin(each * 9) for each in caches())
+    key_cache, value_cache = (torch.sin(cache * 9) for cache in caches())
     query = torch.cos(torch.arange(4 * 2 * 3.0)).view(4, 2, 3)
     options = options or AttentionOptions()
     output = REFERENCE.paged_attention(

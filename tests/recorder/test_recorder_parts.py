@@ -202,8 +202,8 @@ def test_the_first_violation_of_each_law_is_logged_and_stored(
         own.report(None, now, 5)
         for law in ("slots", "slots", "lengths", "padding"):
             own.report(Corruption(law, "wrong", 0), now, 5)
-    assert [each.law for each in own.findings] == ["slots", "lengths", "padding"]
-    assert {each.request_id for each in own.findings} == {"a"}
+    assert [finding.law for finding in own.findings] == ["slots", "lengths", "padding"]
+    assert {finding.request_id for finding in own.findings} == {"a"}
     assert len(caplog.messages) == 3
     assert "step 5, request 'a': slots: wrong. To check it again" in caplog.messages[0]
     paths = sorted(tmp_path.glob("*.pt"))
@@ -319,7 +319,7 @@ def test_writes_and_changes_decide_which_blocks_are_compared(tmp_path: Path) -> 
     own.compare_watched(lambda group: step(4), 4)
     key_cache_7 += 1
     own.compare_watched(lambda group: step(5), 5)
-    assert [each.law for each in found.findings] == ["unchanged blocks"]
+    assert [finding.law for finding in found.findings] == ["unchanged blocks"]
 
 
 # graphs

@@ -97,7 +97,9 @@ def test_rows_are_among_the_queries_and_counted_if_they_are_recomputed(
     own.compare_attention(call_of("a", 2), step())
     assert own._checked["rows"] == 2
     assert [tokens for _, _, tokens, _ in checks] == [[0, 1, 2, 3], [0, 1]]
-    assert len(watches) == 2 and [each.law for each in reports.findings] == ["law"]
+    assert len(watches) == 2 and [finding.law for finding in reports.findings] == [
+        "law"
+    ]
 
 
 def test_written_rows_have_a_slot_in_the_cache(
@@ -114,7 +116,7 @@ def test_written_rows_have_a_slot_in_the_cache(
     ((taken, _, tokens, _),) = checks
     assert tokens == [0, 1] and torch.equal(taken.key, write.key[[3, 2]])
     assert own._checked["writes"] == 2
-    assert [each.law for each in reports.findings] == ["law"]
+    assert [finding.law for finding in reports.findings] == ["law"]
 
 
 def test_the_choice_of_rows_depends_on_the_seed_and_has_its_size(
@@ -203,7 +205,7 @@ def test_watched_blocks_are_compared_once_in_the_next_sampled_step(
         own.compare_watched(steps.get, 5)
         assert len(checks) == (3 if number else 0)
     assert own._checked["blocks"] == 3
-    assert [each.law for each in reports.findings] == ["law"]
+    assert [finding.law for finding in reports.findings] == ["law"]
     # a group that has no step, or no writes
     for group, of_group in (("layers", {}), ("c", {"c": long()})):
         own._watch(watching(), replace(long(), group=group))

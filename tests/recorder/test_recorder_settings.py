@@ -109,7 +109,7 @@ def test_a_report_has_the_request_of_its_row_alone(tmp_path: Path) -> None:
     own.report(replace(FOUND, law="of none", row=None), step(), 5)
     own.report(replace(FOUND, law="named", request_id="c"), step(), 5)
     own.report(replace(FOUND, law="of the schedule"), None, 5)
-    assert [each.request_id for each in own.findings] == ["b", None, "c", None]
+    assert [finding.request_id for finding in own.findings] == ["b", None, "c", None]
 
 
 def test_the_ring_and_the_cases_have_their_limits(
@@ -148,10 +148,8 @@ def test_an_engine_that_ends_is_forgotten_and_what_was_found_stays(
     recorder = Recorder(RecorderSettings(tmp_path))
     recorder._reports.report(Corruption("slots", "wrong"), None, 1)
     scheduled = [
-        ScheduledRequest(
-            Request(each[0], [1], 2), each[1], each[2], 0, [*each[3]], True
-        )
-        for each in ROWS
+        ScheduledRequest(Request(row[0], [1], 2), row[1], row[2], 0, [*row[3]], True)
+        for row in ROWS
     ]
     output = SchedulerOutput(scheduled)
     recorder.schedule_output(output, 4)

@@ -32,7 +32,7 @@ class Steps(CheckedSteps):
 
     @property
     def found(self) -> list[str]:
-        return [each.law for each in self.reports.findings]
+        return [finding.law for finding in self.reports.findings]
 
     def plan(self, *rows: ScheduledRow, block_size: int = 4) -> Corruption | None:
         groups: Any = {0: ScheduledGroup([*rows], block_size)}

@@ -72,7 +72,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
             griffe.Docstring(words).parse(
                 "google", warn_unknown_params=False, warn_missing_types=False
             )
-        return [each.getMessage() for each in caplog.records]
+        return [record.getMessage() for record in caplog.records]
 
     return parse
 

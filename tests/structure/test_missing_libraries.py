@@ -120,4 +120,4 @@ def test_a_missing_library_is_one_sentence_with_what_installs_it(
         assert code == 2, (line, said)
         assert "pip install" in said and install in said, (line, said)
         assert len(said.splitlines()) == 1, (line, said)
-    assert [each.name for each in tmp_path.iterdir()] == ["case.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["case.py"]

@@ -17,7 +17,7 @@ MOST_BYTES = 200_000
 
 def written(path: Path, *lines: dict[str, Any]) -> Path:
     """Write lines as a program does, and return their path."""
-    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
 

@@ -173,7 +173,7 @@ def public_names(tree: ast.Module) -> Iterator[str]:
             yield node.target.id
         elif isinstance(node, ast.ImportFrom) and is_of_the_reference(node):
             # one body that serves both twins
-            yield from (each.name for each in node.names)
+            yield from (name.name for name in node.names)
 
 
 def names_of(twin: str, file: str) -> set[str]:
@@ -208,7 +208,7 @@ def test_the_reading_order_names_the_files_of_the_reference() -> None:
     words = import_module("pagetwin.reference").__doc__ or ""
     named = [line.split()[0] for line in words.splitlines() if line[:4] == "    "]
     assert len(named) == 10
-    concepts = {each.module.replace(".", "/") for each in CONCEPTS}
+    concepts = {concept.module.replace(".", "/") for concept in CONCEPTS}
     assert {*named} <= concepts
     course = (ROOT / "docs" / "course.md").read_text(encoding="utf-8")
     stops = re.findall(r"`reference/(\S+)\.py` \|", course)
@@ -477,7 +477,7 @@ def test_the_old_package_says_what_to_import() -> None:
 
 def test_the_reference_needs_neither_triton_nor_xformers() -> None:
     """In a fresh process in which neither can be imported."""
-    names = [f"pagetwin.reference.{each.module}" for each in CONCEPTS]
+    names = [f"pagetwin.reference.{concept.module}" for concept in CONCEPTS]
     names += ["pagetwin.contract.operations", "pagetwin.engine.selector"]
     program = "\n".join(
         [

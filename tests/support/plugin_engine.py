@@ -191,9 +191,10 @@ class PluginEngine:
             self.attend(index, scheduled, metadata)
         self.worker_steps._running -= 1
         tokens = {
-            each.request.request_id: 1 + each.request.num_tokens % 50
-            for each in output.scheduled_requests
-            if each.samples_token
+            scheduled_request.request.request_id: 1
+            + scheduled_request.request.num_tokens % 50
+            for scheduled_request in output.scheduled_requests
+            if scheduled_request.samples_token
         }
         self.scheduler.update_from_output(output, tokens)
         self.outputs.ended(output)

@@ -31,18 +31,21 @@ class WorkerOutputs:
         for req_id in output.preempted_req_ids:
             self.told[req_id] = 0
         new, ids, resumed, added, computed = [], [], set(), [], []
-        for each in output.scheduled_requests:
-            req_id, row = each.request.request_id, each.block_ids
+        for scheduled_request in output.scheduled_requests:
+            req_id, row = (
+                scheduled_request.request.request_id,
+                scheduled_request.block_ids,
+            )
             told = self.told.get(req_id)
             rows = self.rows_of(row[told or 0 :])
             self.told[req_id] = len(row)
             if told is None or (not told and self.resumes_as_new):
                 fields = {"req_id": req_id, "block_ids": rows}
-                fields["num_computed_tokens"] = each.num_computed_tokens
+                fields["num_computed_tokens"] = scheduled_request.num_computed_tokens
                 new.append(SimpleNamespace(**fields))
                 continue
             ids.append(req_id)
-            computed.append(each.num_computed_tokens)
+            computed.append(scheduled_request.num_computed_tokens)
             added.append(rows if any(rows) else None)
             resumed |= set() if told else {req_id}
         cached = SimpleNamespace(
@@ -62,5 +65,7 @@ class WorkerOutputs:
 
     def ended(self, output: SchedulerOutput) -> None:
         """Note the requests that a step has finished, which the next message tells."""
-        done = [each.request for each in output.scheduled_requests]
+        done = [
+            scheduled_request.request for scheduled_request in output.scheduled_requests
+        ]
         self.finished = [each.request_id for each in done if each.is_finished]

@@ -289,7 +289,7 @@ def test_who_solved_all_is_shown_folders_that_exist(pagetwin, tmp_path):
     (tmp_path / "07_gqa.py").write_text(solution(BY_NAME["gqa"]))
     shown = "".join(pagetwin("--check", "gqa").output.split())
     found = re.search("thecodein(/.*reference)and(/.*optimized)[.]", shown)
-    assert found and all(Path(each).is_dir() for each in found.groups())
+    assert found and all(Path(group).is_dir() for group in found.groups())
 
 
 @pytest.mark.quick

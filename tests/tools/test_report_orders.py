@@ -101,7 +101,7 @@ def test_a_failure_has_its_severity(failure: Result, severity: str) -> None:
 
 def test_symptoms_come_in_the_order_of_their_severity() -> None:
     failures = [failure for failure, _ in SEVERITY if not failure.ok]
-    found = [each.severity for each in report(*reversed(failures)).symptoms()]
+    found = [symptom.severity for symptom in report(*reversed(failures)).symptoms()]
     assert found == sorted(found) and len(set(found)) == len(SEVERITIES)
 
 

@@ -25,9 +25,9 @@ def _line_of(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     # the sources of a solution are in no file
     own = [
-        each
-        for each in frames
-        if each.filename.endswith(".py") and not Path(each.filename).exists()
+        frame
+        for frame in frames
+        if frame.filename.endswith(".py") and not Path(frame.filename).exists()
     ]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 

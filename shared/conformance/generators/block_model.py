@@ -26,7 +26,9 @@ def content_of(tokens: Sequence[int], extra: int, end: int) -> Content:
         end: number of tokens.
     """
     keys = EXTRA_KEYS[extra]
-    seen = tuple(each for each in keys.mm_features if each.offset < end)
+    seen = tuple(
+        mm_feature for mm_feature in keys.mm_features if mm_feature.offset < end
+    )
     images = tuple((each.identifier, each.offset, each.length) for each in seen)
     return tuple(tokens[:end]), keys.lora_name, keys.cache_salt, images
 

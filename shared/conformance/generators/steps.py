@@ -96,7 +96,7 @@ class Requests:
         if count < FEW_IDS:
             ids = pick.sample(range(1, 2**20), count)
         else:  # an odd factor permutes the numbers below a power of two
-            ids = [each * 300_007 % 2**20 for each in range(1, count + 1)]
+            ids = [index * 300_007 % 2**20 for index in range(1, count + 1)]
         if ids and pick.random() < 0.5:  # block 0 is a block like any other
             ids[-pick.randint(1, min(3, len(ids)))] = 0
         rows: list[list[int]] = []
@@ -222,7 +222,8 @@ def encoder_slots(step: Requests) -> list[list[int]]:
     """Return the slots of the encoder tokens of each request."""
     lens = encoder_lens(len(step.new))
     return [
-        [70_000 + 1000 * req + each for each in range(n)] for req, n in enumerate(lens)
+        [70_000 + 1000 * req + index for index in range(n)]
+        for req, n in enumerate(lens)
     ]
 
 
@@ -255,7 +256,7 @@ def whole_step(
         "encoder_query_start_loc": counts([0, *accumulate(lens)], device),
         "encoder_query_start_loc_cpu": counts([0, *accumulate(lens)]),
         "cross_block_table_tensor": counts(
-            [100_000 + each for each in range(80 * reqs)], device
+            [100_000 + index for index in range(80 * reqs)], device
         ).view(reqs, 80),
         "cross_slot_mapping": torch.tensor(
             [slot for own in encoder_slots(step) for slot in own],
@@ -265,7 +266,7 @@ def whole_step(
         "dcp_local_seq_lens": counts([90_000 + req for req in range(reqs)], device),
         "dcp_local_seq_lens_cpu": counts([90_000 + req for req in range(reqs)]),
         "positions": torch.tensor(
-            [110_000 + each for each in step.positions()],
+            [110_000 + position for position in step.positions()],
             dtype=torch.int64,
             device=device,
         ),

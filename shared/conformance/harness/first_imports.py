@@ -13,12 +13,12 @@ def is_found(name: str) -> bool:
 
 def first_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield the packages that a file imports before anything else is executed, and their lines."""
-    for each in tree.body:
-        if isinstance(each, ast.Import):
-            for alias in each.names:
-                yield alias.name.partition(".")[0], each.lineno
-        elif isinstance(each, ast.ImportFrom):
-            if not each.level and each.module:
-                yield each.module.partition(".")[0], each.lineno
-        elif not isinstance(each, ast.Expr):
+    for statement in tree.body:
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                yield alias.name.partition(".")[0], statement.lineno
+        elif isinstance(statement, ast.ImportFrom):
+            if not statement.level and statement.module:
+                yield statement.module.partition(".")[0], statement.lineno
+        elif not isinstance(statement, ast.Expr):
             return

@@ -190,7 +190,7 @@ class restored:
         self._memories = [memory_of(each) for each in found.values()]
 
     def __enter__(self) -> None:
-        self._before = [each.clone() for each in self._memories]
+        self._before = [memory.clone() for memory in self._memories]
 
     def __exit__(self, *error: object) -> None:
         for memory, before in zip(self._memories, self._before, strict=True):

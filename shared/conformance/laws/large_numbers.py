@@ -236,7 +236,9 @@ def rows_and_lengths_past_16_bits_are_built(
     """Two requests in the last rows of buffers for 65,600, with long contexts."""
     query_lens, computed = case
     rows, size, width = [65_599, 65_536], 1024, 65
-    blocks = [[70_000 + req * 100 + each for each in range(width)] for req in range(2)]
+    blocks = [
+        [70_000 + req * 100 + index for index in range(width)] for req in range(2)
+    ]
     buffers = setting.candidate.StepBuffers(65_600, 400, width, size, setting.device)
     buffers.append_blocks(rows, blocks)
     found: Any = buffers.build(list(query_lens), [computed, 3], rows, 300, 350)

@@ -180,7 +180,7 @@ def every_chunk_with_new_tokens_is_a_request(
 @law(
     "make_local_attention_virtual_batches",
     cases=several(chunked()),
-    edges=[[each] for each in FAR_CHUNKS],
+    edges=[[chunk] for chunk in FAR_CHUNKS],
 )
 def a_token_of_a_virtual_request_attends_to_its_own_chunk(
     setting: Setting, cases: list[Chunked]

@@ -270,7 +270,7 @@ LEVELS = [
 """Partial results of equal weights, and of very different ones, far from 0."""
 
 
-@law("merge_attn_states", cases=[replace(each, parts=2) for each in LEVELS])
+@law("merge_attn_states", cases=[replace(level, parts=2) for level in LEVELS])
 def shares_of_two_results_sum_to_one_at_every_log_sum_exp(
     setting: Setting, parts: Parts
 ) -> None:

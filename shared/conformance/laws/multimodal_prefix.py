@@ -221,7 +221,7 @@ LARGE_IMAGES = [
     Images(LONG, ((1, ((0, 9), (69_990, 70_001))), (0, ((65_590, 131_200),))), 0),
     Images(
         Requests((5,), (1190,)),
-        ((0, tuple((4 * each, 4 * each + 2) for each in range(300))),),
+        ((0, tuple((4 * index, 4 * index + 2) for index in range(300))),),
         0,
     ),
     Images(CROWD, ((65_599, ((3, 9),)),), spare=3),

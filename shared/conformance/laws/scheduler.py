@@ -473,7 +473,10 @@ def an_aborted_request_frees_its_blocks_and_is_never_scheduled_again(
             tokens |= {number: list(requests[number].token_ids) for number in right}
         held = [number for number in tokens if step.manager.num_blocks_of(number)]
         expect_same("aborted requests that hold blocks", held, [])
-        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        scheduled = [
+            scheduled_request.request.request_id
+            for scheduled_request in step.output.scheduled_requests
+        ]
         again = [number for number in scheduled if number in tokens]
         expect_same("aborted requests that are scheduled", again, [])
     for number, known in tokens.items():
@@ -488,7 +491,7 @@ def a_step_lists_the_requests_that_ended_since_the_last_one(
     requests = make_requests(traffic)
     known: set[Any] = set()
     for step in serve_case(setting, traffic, requests):
-        finished = {each.request_id for each in requests if each.is_finished}
+        finished = {request.request_id for request in requests if request.is_finished}
         expect_same(
             "finished_req_ids",
             sorted(step.output.finished_req_ids),

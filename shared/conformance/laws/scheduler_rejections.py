@@ -28,9 +28,9 @@ def calls_in_a_step(
     scheduler, output = step.scheduler, step.output
     update, end = scheduler.update_from_output, scheduler.finish_requests
     sampling = [
-        each.request.request_id
-        for each in output.scheduled_requests
-        if each.samples_token
+        scheduled_request.request.request_id
+        for scheduled_request in output.scheduled_requests
+        if scheduled_request.samples_token
     ]
     tokens: dict[Any, Any] = dict.fromkeys(sampling, 1)
     if earlier is not None:

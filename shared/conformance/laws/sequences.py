@@ -267,10 +267,10 @@ def large_group(reqs: int, query_len: int, context: int, size: int) -> SequenceG
     return SequenceGroup(
         is_prompt=query_len > 1,
         sequences=tuple(
-            SequenceInput(seq_id=each, query_len=query_len, context_len=context)
-            for each in range(reqs)
+            SequenceInput(seq_id=index, query_len=query_len, context_len=context)
+            for index in range(reqs)
         ),
-        block_tables={each: [*blocks[:-1], 80_000 + each] for each in range(reqs)},
+        block_tables={index: [*blocks[:-1], 80_000 + index] for index in range(reqs)},
         prefix_cache_hit=False,
     )
 

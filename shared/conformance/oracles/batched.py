@@ -67,7 +67,7 @@ def joined(parts: Sequence[Exact]) -> Exact:
     if len(parts) == 1:
         return parts[0]
     names = [each.name for each in fields(Exact)]
-    rows = {name: [getattr(each, name) for each in parts] for name in names}
+    rows = {name: [getattr(part, name) for part in parts] for name in names}
     return Exact(
         *(
             torch.cat(each, dim=1 if name == "value_range" else 0)

@@ -122,7 +122,9 @@ def _make_requests(
         Request(number, prompt, settings.max_new_tokens, settings.stop_token_ids)
         for number, prompt in enumerate(prompts)
     ]
-    kinds = {each.kind for each in signature(model.forward).parameters.values()}
+    kinds = {
+        parameter.kind for parameter in signature(model.forward).parameters.values()
+    }
     check_attends_everywhere(name, bool(getattr(model, "_is_stateful", False)))
     check_takes_keywords(name, Parameter.VAR_KEYWORD in kinds)
     frequencies, table = rope_limit(config), table_limit(decoder_of(model))

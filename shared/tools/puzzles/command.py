@@ -56,7 +56,7 @@ def puzzles(
             check_folder("folder", folder)
         from .tasks import PUZZLES
 
-        chosen = [each for each in PUZZLES if each.name in names]
+        chosen = [puzzle for puzzle in PUZZLES if puzzle.name in names]
         if not check:
             _write(folder, chosen)
             return

@@ -247,9 +247,9 @@ def check_settings(device: str | None = None, **given: Any) -> None:
     """
     _check_device(device)
     reasons = []
-    for each in DEFAULTS if device is None else (device,):
+    for default in DEFAULTS if device is None else (device,):
         try:
-            settings = _settings_of(each, given)
+            settings = _settings_of(default, given)
         except ValueError as reason:
             reasons.append(reason)
     if len(reasons) == (len(DEFAULTS) if device is None else 1):

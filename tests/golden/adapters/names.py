@@ -124,8 +124,11 @@ def is_dunder(name: str) -> bool:
 def parameters(function: Any) -> list[list[Any]]:
     """Return the parameters of a function, each with its default or "required"."""
     return [
-        [each.name, "required" if each.default is each.empty else each.default]
-        for each in inspect.signature(function).parameters.values()
+        [
+            parameter.name,
+            "required" if parameter.default is parameter.empty else parameter.default,
+        ]
+        for parameter in inspect.signature(function).parameters.values()
     ]
 
 
@@ -151,7 +154,7 @@ def utils_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if "fields" in found:
         cls = counterpart(name)
         found["fields"] = [
-            [each.name, type_text(cls, each.name)] for each in found["fields"]
+            [field.name, type_text(cls, field.name)] for field in found["fields"]
         ]
     return found
 
@@ -163,7 +166,7 @@ def package_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         return {"value": names_here(name)}
     found = described(name)
     if "fields" in found:
-        found["fields"] = [each.name for each in found["fields"]]
+        found["fields"] = [field.name for field in found["fields"]]
     return found
 
 
@@ -193,10 +196,10 @@ def v1_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     found = described(inputs["name"])
     if "fields" in found:
         found["fields"] = [
-            [each.name, default_of(each), each.compare] for each in found["fields"]
+            [field.name, default_of(field), field.compare] for field in found["fields"]
         ]
     if inputs["name"] == "CommonAttentionMetadata":
-        by_name = {each[0]: each for each in found["fields"]}
+        by_name = {field[0]: field for field in found["fields"]}
         found["fields"] = [by_name[name] for name in FIELDS_OF_0_11]
     return found
 
@@ -205,5 +208,5 @@ def v1_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 def v033_constants(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     found = described(inputs["name"])
     if "fields" in found:
-        found["fields"] = [[each.name, default_of(each)] for each in found["fields"]]
+        found["fields"] = [[field.name, default_of(field)] for field in found["fields"]]
     return found

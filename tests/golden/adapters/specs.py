@@ -66,7 +66,7 @@ def spec_of(name: str, recorded: dict[str, Any]) -> specs.KVCacheSpec:
 
 def shown(spec: specs.KVCacheSpec) -> dict[str, Any]:
     """Return the fields and sizes of a spec under vLLM's names."""
-    found = {each.name: getattr(spec, each.name) for each in fields(spec)}
+    found = {field.name: getattr(spec, field.name) for field in fields(spec)}
     page, content = spec.page_size_bytes, spec.real_page_size_bytes
     is_latent = isinstance(spec, specs.MLAAttentionSpec)
     size_v = spec.head_size if spec.head_size_v is None else spec.head_size_v

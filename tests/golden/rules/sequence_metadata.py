@@ -16,7 +16,7 @@ def metadata(inputs: dict[str, Any], name: str) -> Any:
 def has_lens(inputs: dict[str, Any], name: str) -> bool:
     """Return whether lengths of sequences or of encoders are given."""
     kinds = (name, f"encoder_{name}")
-    return any(metadata(inputs, each) is not None for each in kinds)
+    return any(metadata(inputs, kind) is not None for kind in kinds)
 
 
 def has_prompts(inputs: dict[str, Any]) -> bool:

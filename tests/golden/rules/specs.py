@@ -13,7 +13,7 @@ MERGE = "v033_kv_cache_spec_merge"
 def recorded_specs(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the specs of a case, and that of a copy with another block size."""
     if "specs" in inputs:
-        return [{"class": inputs["class"], **each} for each in inputs["specs"]]
+        return [{"class": inputs["class"], **spec} for spec in inputs["specs"]]
     copies = [inputs["new_block_size"]] if "new_block_size" in inputs else []
     return [inputs, *({**inputs, "block_size": size} for size in copies)]
 
@@ -27,8 +27,8 @@ def are_merged(inputs: dict[str, Any]) -> bool:
     if specs is None:
         return True
     names = VISIBLE if inputs["class"] == "FullAttentionSpec" else ()
-    given = [{each.get(name) for each in specs} - {None} for name in names]
-    kept = [{k: v for k, v in each.items() if k not in names} for each in specs]
+    given = [{spec.get(name) for spec in specs} - {None} for name in names]
+    kept = [{k: v for k, v in spec.items() if k not in names} for spec in specs]
     is_one = all(len(each) <= 1 for each in given) and not (given and all(given))
     return is_one and all(each == kept[0] for each in kept)
 
@@ -85,7 +85,7 @@ def pages_of_a_copy(inputs: dict[str, Any]) -> tuple[int, int, int] | None:
         return None
     if not all(map(has_cells, recorded_specs(inputs))):
         return None
-    old, copy = (spec_of(inputs["class"], each) for each in recorded_specs(inputs))
+    old, copy = (spec_of(inputs["class"], spec) for spec in recorded_specs(inputs))
     if old.page_size_bytes == old.real_page_size_bytes:
         return None
     return old.page_size_bytes, copy.real_page_size_bytes, copy.page_size_bytes

@@ -17,6 +17,6 @@ def in_one_dtype(*tensors: Tensor) -> list[Tensor]:
     """
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device) and tensors[0].dtype != torch.float64:
-        return [each.to(torch.get_autocast_dtype(device)) for each in tensors]
-    check_one_dtype([each.dtype for each in tensors])
+        return [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
+    check_one_dtype([tensor.dtype for tensor in tensors])
     return list(tensors)

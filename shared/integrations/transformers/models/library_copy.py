@@ -52,4 +52,6 @@ def configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
         config = found.pop(0)
         if isinstance(config, PreTrainedConfig):
             yield config
-            found += [getattr(config, each, None) for each in config.sub_configs]
+            found += [
+                getattr(config, sub_config, None) for sub_config in config.sub_configs
+            ]

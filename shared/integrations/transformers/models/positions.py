@@ -30,7 +30,7 @@ def ignores_position_ids(module: nn.Module) -> bool:
         for each in _classes_of_file(module)
         if issubclass(each, PreTrainedModel) and "forward" in vars(each)
     ]
-    takes = ["position_ids" in signature(each).parameters for each in forwards]
+    takes = ["position_ids" in signature(forward).parameters for forward in forwards]
     return bool(takes) and not any(takes)
 
 
@@ -38,14 +38,14 @@ def counts_from_padding(module: nn.Module) -> bool:
     """Whether a model in the file of an attention module counts positions from the padding id."""
     file = sys.modules[type(module).__module__]
     owners = [file, *_classes_of_file(module)]
-    return any(PADDING_POSITIONS in vars(each) for each in owners)
+    return any(PADDING_POSITIONS in vars(owner) for owner in owners)
 
 
 def _classes_of_file(module: nn.Module) -> Iterator[type]:
     name = type(module).__module__
-    for each in list(vars(sys.modules[name]).values()):
-        if isinstance(each, type) and each.__module__ == name:
-            yield each
+    for var in list(vars(sys.modules[name]).values()):
+        if isinstance(var, type) and var.__module__ == name:
+            yield var
 
 
 def rope_limit(config: Any) -> tuple[str, int] | None:
@@ -60,7 +60,9 @@ def rope_limit(config: Any) -> tuple[str, int] | None:
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     # some models have a set of parameters per kind of layer
-    nested = [each for each in parameters.values() if isinstance(each, dict)]
+    nested = [
+        parameter for parameter in parameters.values() if isinstance(parameter, dict)
+    ]
     limits = []
     for each in [parameters, *nested]:
         kind = each.get("rope_type") or ""

@@ -129,10 +129,10 @@ def _compare(model: Any, found: Tensor, expected: Tensor) -> None:
 def _limit(model: Any) -> float:
     """Return the limit for the lowest precision that a model computes in."""
     device = model.device.type
-    dtypes = {each.dtype for each in model.parameters()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
     if torch.is_autocast_enabled(device):
         dtypes.add(torch.get_autocast_dtype(device))
-    limits = [LIMITS.get(each, LOW_PRECISION) for each in dtypes]
+    limits = [LIMITS.get(dtype, LOW_PRECISION) for dtype in dtypes]
     if torch.float32 in dtypes and torch.get_float32_matmul_precision() != "highest":
         # TF32 has the mantissa of float16
         limits.append(LIMITS[torch.float16])

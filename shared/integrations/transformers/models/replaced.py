@@ -68,29 +68,31 @@ def replaced(choose: Callable[[], Sequence[Replacement]]) -> Iterator[None]:
     with LOCK:
         replacements = choose()
         check_free(replacements)
-        for each in replacements:
-            key = (id(each.owner), each.attribute)
+        for replacement in replacements:
+            key = (id(replacement.owner), replacement.attribute)
             if key not in _ENTERED:
                 _ENTERED[key] = _Entered(
-                    each.owner.__dict__.get(each.attribute, ABSENT)
+                    replacement.owner.__dict__.get(replacement.attribute, ABSENT)
                 )
-            _ENTERED[key].by_caller[caller] = (each, threading.get_ident())
-            setattr(each.owner, each.attribute, each.value)
+            _ENTERED[key].by_caller[caller] = (replacement, threading.get_ident())
+            setattr(replacement.owner, replacement.attribute, replacement.value)
     try:
         yield
     finally:
         with LOCK:
-            for each in replacements:
-                _leave(each, caller)
+            for replacement in replacements:
+                _leave(replacement, caller)
 
 
 def check_free(replacements: Sequence[Replacement]) -> None:
     """Raise RuntimeError if another thread has entered a value of another kind."""
-    for each in replacements:
-        entered = _ENTERED.get((id(each.owner), each.attribute))
+    for replacement in replacements:
+        entered = _ENTERED.get((id(replacement.owner), replacement.attribute))
         for other, thread in entered.by_caller.values() if entered else ():
             if thread != threading.get_ident():
-                check_no_other_thread(type(each.owner).__name__, each.kind, other.kind)
+                check_no_other_thread(
+                    type(replacement.owner).__name__, replacement.kind, other.kind
+                )
 
 
 def restore_in_copy(copied: Any, owner: Any) -> None:

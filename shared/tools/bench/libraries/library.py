@@ -122,8 +122,8 @@ def why_no_modules(*names: str, install: str) -> str:
         return f"not installed (pip install {install})"
     try:
         with _without_warnings(library):
-            for each in names:
-                importlib.import_module(each)
+            for name in names:
+                importlib.import_module(name)
     except Exception as error:  # a broken installation fails in many ways
         return library_error(library, error)
     return ""
