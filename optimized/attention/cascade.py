@@ -33,7 +33,7 @@ from ..runtime.operators import operator
 from .paged import paged_attention
 
 
-@operator(out=["out", "lse"])
+@operator(out=["out", "lse"], is_repeated=True)
 def cascade_attention(
     query: Query,
     key_cache: KeyCache,

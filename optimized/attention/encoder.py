@@ -22,7 +22,7 @@ from ..runtime.attention_call import AttentionCall
 from ..runtime.operators import operator
 
 
-@operator(out=["out", "lse"])
+@operator(out=["out", "lse"], is_repeated=True)
 def encoder_attention(
     query: Query,
     key: RaggedKey,

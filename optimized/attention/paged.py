@@ -26,7 +26,7 @@ from ..runtime.attention_call import AttentionCall
 from ..runtime.operators import operator
 
 
-@operator(out=["out", "lse"])
+@operator(out=["out", "lse"], is_repeated=True)
 def paged_attention(
     query: Query,
     key_cache: KeyCache,
@@ -50,6 +50,9 @@ def paged_attention(
     """
     if compute_dtype != torch.float32:
         reject_compute_dtype(compute_dtype)
+    if block_table is None:
+        # a call without one has ragged keys, and could be known as such
+        raise TypeError("block_table = None: expected a torch.Tensor")
     options = choose_options(options, causal=True)
     call = AttentionCall(
         query, key_cache, value_cache, block_table, query_start_loc, seq_lens,

@@ -1,8 +1,52 @@
-"""Validation of calls: their arguments, in the order of the functions that validate them."""
+"""Validation of calls: their arguments, in the order of the functions that validate them.
 
+The types of tensors, their axes and gradients are validated here and not at each call: repeated
+calls compare their tensors with earlier ones.
+"""
+
+from ...contract.argument_types import typed
+from ...contract.shapes import (
+    BlockTable,
+    KeyCache,
+    LogSumExp,
+    Output,
+    Query,
+    RaggedKey,
+    RaggedValue,
+    StartLoc,
+    TokenCounts,
+    ValueCache,
+)
 from ...validation import check_encoder_attention, check_paged_attention
 from ...validation.cascade import check_cascade
 from ..runtime.attention_call import AttentionCall
+
+
+@typed
+def check_paged_tensors(
+    query: Query,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    block_table: BlockTable,
+    query_start_loc: StartLoc,
+    seq_lens: TokenCounts,
+    out: Output | None,
+    lse: LogSumExp | None,
+) -> None:
+    """Raise if an argument is not a tensor, has other axes, or requires a gradient."""
+
+
+@typed
+def check_ragged_tensors(
+    query: Query,
+    key: RaggedKey,
+    value: RaggedValue,
+    query_start_loc: StartLoc,
+    key_start_loc: StartLoc,
+    out: Output | None,
+    lse: LogSumExp | None,
+) -> None:
+    """Raise if an argument is not a tensor, has other axes, or requires a gradient."""
 
 
 def check_paged_call(call: AttentionCall, prefix_len: int, contents: bool) -> None:
@@ -16,6 +60,7 @@ def check_paged_call(call: AttentionCall, prefix_len: int, contents: bool) -> No
         out, lse, options,
     ) = call  # fmt: skip
     assert block_table is not None
+    check_paged_tensors(query, key, value, block_table, starts, lengths, out, lse)
     check_paged_attention(
         query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
         out, lse, options, contents=contents, scale=scale,
@@ -32,6 +77,7 @@ def check_encoder_call(call: AttentionCall, prefix_len: int, contents: bool) -> 
         query, key, value, _, starts, lengths, max_query_len, max_key_len, scale,
         out, lse, options,
     ) = call  # fmt: skip
+    check_ragged_tensors(query, key, value, starts, lengths, out, lse)
     check_encoder_attention(
         query, key, value, starts, lengths, max_query_len, max_key_len, out, lse,
         options, contents=contents, scale=scale,
@@ -49,6 +95,7 @@ def check_cascade_call(call: AttentionCall, prefix_len: int, contents: bool) -> 
         out, lse, options,
     ) = call  # fmt: skip
     assert block_table is not None
+    check_paged_tensors(query, key, value, block_table, starts, lengths, out, lse)
     check_cascade(
         query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
         prefix_len, out, lse, options, contents, scale,

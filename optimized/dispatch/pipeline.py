@@ -75,11 +75,20 @@ def _attend_anew(
     signature = sign(call)
     plan = None if signature is None else plans.get(signature)
     contents = values_checked(query)
+    # whether autograd would record the call
+    is_graded = torch.is_grad_enabled() and (
+        query.requires_grad
+        or call.key.requires_grad
+        or call.value.requires_grad
+        or (out is not None and out.requires_grad)
+        or (lse is not None and lse.requires_grad)
+    )
     if (
         plan is None
         or contents
         or not sizes_fit(call)
         or (prefix_len and not _prefix_fits(call, prefix_len))
+        or is_graded
     ):
         check(call, prefix_len, contents)
         check_launch(query)

@@ -52,6 +52,7 @@ def operator(
     out: Sequence[str] = (),
     like: Sequence[str] = (),
     sizes: Mapping[str, str] | None = None,
+    is_repeated: bool = False,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Register a public operation, which may then be called in compiled code.
 
@@ -62,6 +63,8 @@ def operator(
             the dtype of the first tensor. A given argument `dtype` has priority.
         sizes: Optional. Axis of a result -> the argument that is its size, for axes that no tensor
             has.
+        is_repeated: whether the function compares its tensors with those of earlier calls, and
+            validates their types, axes and gradients if they differ.
 
     Returns:
         a decorator. The decorated function runs as before unless it is traced.
@@ -99,7 +102,7 @@ def operator(
             with_out = (*lowered, *output_parameters(out))
             _define(f"{name}.out", with_out, None, [*changed, *out], run_out, _nothing)
         trace = _tracer(name, signature, out, unions, results)
-        return _fork(function, signature, trace)
+        return _fork(function, signature, trace, is_repeated)
 
     return register
 
@@ -140,16 +143,21 @@ def _tracer(
 
 
 def _fork(
-    function: Any, signature: inspect.Signature, trace: Callable[..., Any]
+    function: Any,
+    signature: inspect.Signature,
+    trace: Callable[..., Any],
+    is_repeated: bool,
 ) -> Any:
     """Return a function that runs another, or `trace` while calls are recorded.
 
-    The types of the arguments are validated before the function runs.
+    The types of the arguments are validated before the function runs, or by the function if it is
+    repeated.
 
     Its source is generated with the function's own arguments, as dataclasses generate theirs:
     packing and unpacking them as a tuple and a dictionary costs several times the check.
     """
-    arguments, types = ", ".join(signature.parameters), ArgumentTypes(signature)
+    arguments = ", ".join(signature.parameters)
+    types = ArgumentTypes(signature, is_repeated=is_repeated)
     # nearly always both are false, because no mode is active
     source = f"""
 def {function.__name__}({arguments}):

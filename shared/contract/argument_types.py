@@ -31,6 +31,9 @@ class ArgumentTypes:
     Args:
         signature: the function's, with annotations. An argument without one may be anything.
         has_axes: whether the number of a tensor's axes is looked at.
+        is_repeated: whether the function finds out by itself that its tensors are like those of an
+            earlier call. They are looked at only if another argument has a new type, and after an
+            error; otherwise by the function's own validation (`typed`).
 
     Example:
         >>> def double(block_size: int) -> int: ...
@@ -38,7 +41,12 @@ class ArgumentTypes:
         (16,)
     """
 
-    def __init__(self, signature: inspect.Signature, has_axes: bool = True) -> None:
+    def __init__(
+        self,
+        signature: inspect.Signature,
+        has_axes: bool = True,
+        is_repeated: bool = False,
+    ) -> None:
         parameters = signature.parameters.values()
         kinds = {
             parameter.name: (
@@ -47,6 +55,7 @@ class ArgumentTypes:
             for parameter in parameters
         }
         self.has_axes = has_axes
+        self.is_repeated = is_repeated
         self.by_factory = {
             parameter.name for parameter in parameters if _has_factory(parameter)
         }
@@ -60,8 +69,14 @@ class ArgumentTypes:
             for name, kind in kinds.items()
             if name not in self.by_type and not kind.takes_all
         }
+        self.places = [
+            place
+            for place, kind in enumerate(self.by_type.values())
+            if not (is_repeated and kind.axes)
+        ]
+        """Places of the arguments in `by_type` that are looked at in every call."""
         self.right: set[tuple[type, ...]] = set()
-        """Tuples of types with which nothing has to be converted."""
+        """Tuples of their types with which nothing has to be converted."""
 
     def convert(self, *values: Any) -> tuple[Any, ...]:
         """Return the arguments whose type alone is looked at, NumPy's numbers as Python's.
@@ -78,16 +93,32 @@ class ArgumentTypes:
             if self.has_axes and value is not None and kind.axes:
                 _check_axes(name, value, kind.axes)
         if all(one is other for one, other in zip(found, values, strict=True)):
-            self.right.add(tuple(map(type, values)))
+            self.right.add(tuple(type(values[place]) for place in self.places))
         return found
+
+    def explain(self, error: Exception, **arguments: Any) -> None:
+        """Raise one sentence about the argument that may have caused an error.
+
+        Args:
+            error: what the call raised.
+            arguments: those whose type alone is looked at, by name.
+        """
+        if self.is_repeated:
+            try:
+                self.convert(*arguments.values())
+                reject_gradients(**arguments)
+            except (TypeError, ValueError, NotImplementedError) as found:
+                raise found from None
+        explain_tensors(error, **arguments)
 
     def source(self, indent: str = "    ") -> str:
         """Return statements that convert the arguments; the names they use are in `names`."""
         lines = []
         names = [*self.by_type]
         if names:
-            types = "".join(f"{name}.__class__, " for name in names)
-            numbers = [test for name in names for test in self._tests(name)]
+            looked_at = [names[place] for place in self.places]
+            types = "".join(f"{name}.__class__, " for name in looked_at)
+            numbers = [test for name in looked_at for test in self._tests(name)]
             test = f"({types}) not in _right"
             if numbers:
                 test += f" or not ({' and '.join(numbers)})"
@@ -127,14 +158,14 @@ class ArgumentTypes:
         gradients = {
             "_is_grad_enabled": torch.is_grad_enabled,
             "_reject_gradients": reject_gradients,
-            "_explain": explain_tensors,
+            "_explain": self.explain,
         }
         return own | deep | gradients
 
     def _with_gradients(self) -> Iterator[str]:
         """Yield the names of the arguments that may require a gradient."""
         for name, kind in self.by_type.items():
-            if self.has_axes and kind.has_gradient:
+            if self.has_axes and not self.is_repeated and kind.has_gradient:
                 yield name
 
     def _gradient_test(self, name: str) -> str:

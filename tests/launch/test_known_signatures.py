@@ -120,6 +120,11 @@ def wrong_values(value: Any) -> Iterator[Any]:
         yield torch.cat([value, value])
         yield value[..., :-1].contiguous()
         yield value[None]
+        yield value[0]
+        yield None
+        yield value.cpu().numpy()
+        if value.is_floating_point():
+            yield value.clone().requires_grad_()
         yield value.to(torch.float64 if value.is_floating_point() else torch.int16)
     elif isinstance(value, int):
         yield from (-1, -16, 0, 1, value - 1, value + 1, 20, 160, 2**20, 2**31)

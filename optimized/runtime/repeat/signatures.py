@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..attention_call import AttentionCall, Signature, round_key_bound, sign_options
@@ -62,7 +63,8 @@ def sign_tensor(tensor: Tensor) -> tuple[Any, ...]:
 def make_comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function of as many tensors: whether they are like these.
 
-    Tensors are alike if they have the same types, dtypes, devices, sizes and strides.
+    Tensors are alike if they have the same types, dtypes, devices, sizes and strides, and if
+    autograd would record all of them or none.
     """
     try:
         unique = list({id(each): each for each in tensors}.values())
@@ -80,10 +82,13 @@ def make_comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     except (TypeError, AttributeError):
         # another version of torch
         pass
-    known = [(sign_tensor(each), each.device) for each in tensors]
-    return lambda *others: (
-        [(sign_tensor(each), each.device) for each in others] == known
-    )
+    known = [_describe(tensor) for tensor in tensors]
+    return lambda *others: [_describe(tensor) for tensor in others] == known
+
+
+def _describe(tensor: Tensor) -> tuple[Any, ...]:
+    is_graded = tensor.requires_grad and torch.is_grad_enabled()
+    return type(tensor), tensor.device, is_graded, *sign_tensor(tensor)
 
 
 def _compare_with_one_twice(
