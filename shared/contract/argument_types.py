@@ -2,7 +2,7 @@
 
 `typed` wraps a function or the methods of a class. NumPy's numbers become Python's own, and an
 argument of another type raises an error that names it. Arguments whose types alone show that they
-are right cost one look-up of the tuple of their types, about 0.4 us for an attention operation.
+are right cost one look-up of the tuple of their types, about 0.4 us for 13 arguments.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .argument_kinds import INT32, kind_of, sequence_of
+from .argument_kinds import INT32, ArgumentKind, kind_of, sequence_of
 from .argument_tensors import explain_tensors, reject_gradients
 
 _ABSENT: Any = getattr(dataclasses, "_HAS_DEFAULT_FACTORY", None)
@@ -31,9 +31,9 @@ class ArgumentTypes:
     Args:
         signature: the function's, with annotations. An argument without one may be anything.
         has_axes: whether the number of a tensor's axes is looked at.
-        is_repeated: whether the function finds out by itself that its tensors are like those of an
-            earlier call. They are looked at only if another argument has a new type, and after an
-            error; otherwise by the function's own validation (`typed`).
+        is_repeated: whether the function itself finds out that a call is like an earlier one. Then
+            only numbers are looked at before the call, and all arguments after an error. The
+            function validates tensors that are not like those of an earlier call (`typed`).
 
     Example:
         >>> def double(block_size: int) -> int: ...
@@ -69,14 +69,8 @@ class ArgumentTypes:
             for name, kind in kinds.items()
             if name not in self.by_type and not kind.takes_all
         }
-        self.places = [
-            place
-            for place, kind in enumerate(self.by_type.values())
-            if not (is_repeated and kind.axes)
-        ]
-        """Places of the arguments in `by_type` that are looked at in every call."""
         self.right: set[tuple[type, ...]] = set()
-        """Tuples of their types with which nothing has to be converted."""
+        """Tuples of types with which nothing has to be converted."""
 
     def convert(self, *values: Any) -> tuple[Any, ...]:
         """Return the arguments whose type alone is looked at, NumPy's numbers as Python's.
@@ -93,7 +87,7 @@ class ArgumentTypes:
             if self.has_axes and value is not None and kind.axes:
                 _check_axes(name, value, kind.axes)
         if all(one is other for one, other in zip(found, values, strict=True)):
-            self.right.add(tuple(type(values[place]) for place in self.places))
+            self.right.add(tuple(map(type, values)))
         return found
 
     def explain(self, error: Exception, **arguments: Any) -> None:
@@ -116,12 +110,12 @@ class ArgumentTypes:
         lines = []
         names = [*self.by_type]
         if names:
-            looked_at = [names[place] for place in self.places]
-            types = "".join(f"{name}.__class__, " for name in looked_at)
-            numbers = [test for name in looked_at for test in self._tests(name)]
-            test = f"({types}) not in _right"
+            types = "".join(f"{name}.__class__, " for name in names)
+            numbers = [test for name in names for test in self._tests(name)]
+            tests = [f"({types}) not in _right"] if not self.is_repeated else []
             if numbers:
-                test += f" or not ({' and '.join(numbers)})"
+                tests.append(f"not ({' and '.join(numbers)})")
+            test = " or ".join(tests)
             given = "".join(f"{name}, " for name in names)
             lines += [f"if {test}:", f"    {given}= _convert({given})"]
         if graded := [self._gradient_test(name) for name in self._with_gradients()]:
@@ -176,14 +170,23 @@ class ArgumentTypes:
         """Yield what has to be true of an argument besides its type."""
         kind = self.by_type[name]
         tests = []
+        if self.is_repeated and (number := self._number_of(kind)):
+            tests.append(f"{name}.__class__ is {number}")
         if kind.has_range:
             tests.append(f"{-INT32 - 1} <= {name} <= {INT32}")
-        if self.has_axes and kind.axes:
+        if self.has_axes and not self.is_repeated and kind.axes:
             counts = sorted({len(axis.split()) for axis in kind.axes})
             tests.append(" or ".join(f"{name}.ndim == {count}" for count in counts))
         for test in tests:
             absent = f"{name} is None or " if kind.is_optional else ""
             yield f"({absent}{test})"
+
+    @staticmethod
+    def _number_of(kind: ArgumentKind) -> str:
+        """Return the type that a number has in most calls; empty for other arguments."""
+        if kind.has_range:
+            return "int"
+        return "float" if kind.words.startswith("a float") else ""
 
 
 def _check_axes(name: str, tensor: Tensor, axes: tuple[str, ...]) -> None:

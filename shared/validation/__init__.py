@@ -36,3 +36,4 @@ from .primitives import check_on_host as check_on_host
 from .primitives import check_positive as check_positive
 from .primitives import check_same_device as check_same_device
 from .primitives import values_checked as values_checked
+from .primitives import values_may_be_checked as values_may_be_checked

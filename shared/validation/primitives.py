@@ -57,6 +57,13 @@ def values_checked(where: Tensor | torch.device) -> bool:
     return where.is_cpu and type(where) in _PLAIN
 
 
+def values_may_be_checked() -> bool:
+    """Return whether contents on a GPU may have to be validated; `values_checked` decides."""
+    if _ENVIRONMENT is None:
+        return os.environ.get("PAGETWIN_CHECK_VALUES") not in (None, "0")
+    return _ENVIRONMENT.get(_CHECK_VALUES) not in (None, _OFF)
+
+
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:
     """Raise an error for a vector that does not have the expected length."""
     if tensor.dim() != 1 or tensor.shape[0] != expected:

@@ -33,7 +33,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....validation import values_checked
+from ....validation import values_may_be_checked
 from ..attention_call import AttentionCall, Signature
 from ..launcher import INTERPRETED, RECORDING, current_device, current_stream
 from ..plan_cache import SignatureCache
@@ -122,7 +122,7 @@ def repeat(
         return Anew(call)
     for repeated in alike:
         if repeated.fits(*repeated.choose(call)):
-            if values_checked(call.query):
+            if values_may_be_checked():
                 break
             out = call.out
             if out is None:
