@@ -1,7 +1,7 @@
 """Validation of calls: their arguments, in the order of the functions that validate them.
 
-The types of tensors, their axes and gradients are validated here and not at each call: repeated
-calls compare their tensors with earlier ones.
+Types, axes and gradients are validated here and not at each call: a repeated call is compared with
+earlier ones.
 """
 
 from ...contract.argument_types import typed
@@ -23,30 +23,34 @@ from ..runtime.attention_call import AttentionCall
 
 
 @typed
-def check_paged_tensors(
+def check_paged_types(
     query: Query,
     key_cache: KeyCache,
     value_cache: ValueCache,
     block_table: BlockTable,
     query_start_loc: StartLoc,
     seq_lens: TokenCounts,
+    max_query_len: int,
+    max_seq_len: int,
     out: Output | None,
     lse: LogSumExp | None,
 ) -> None:
-    """Raise if an argument is not a tensor, has other axes, or requires a gradient."""
+    """Raise for another type, axes, gradients, and numbers of more than 32 bits."""
 
 
 @typed
-def check_ragged_tensors(
+def check_ragged_types(
     query: Query,
     key: RaggedKey,
     value: RaggedValue,
     query_start_loc: StartLoc,
     key_start_loc: StartLoc,
+    max_query_len: int,
+    max_key_len: int,
     out: Output | None,
     lse: LogSumExp | None,
 ) -> None:
-    """Raise if an argument is not a tensor, has other axes, or requires a gradient."""
+    """Raise for another type, axes, gradients, and numbers of more than 32 bits."""
 
 
 def check_paged_call(call: AttentionCall, prefix_len: int, contents: bool) -> None:
@@ -60,7 +64,9 @@ def check_paged_call(call: AttentionCall, prefix_len: int, contents: bool) -> No
         out, lse, options,
     ) = call  # fmt: skip
     assert block_table is not None
-    check_paged_tensors(query, key, value, block_table, starts, lengths, out, lse)
+    check_paged_types(
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, out, lse
+    )  # fmt: skip
     check_paged_attention(
         query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
         out, lse, options, contents=contents, scale=scale,
@@ -77,7 +83,9 @@ def check_encoder_call(call: AttentionCall, prefix_len: int, contents: bool) -> 
         query, key, value, _, starts, lengths, max_query_len, max_key_len, scale,
         out, lse, options,
     ) = call  # fmt: skip
-    check_ragged_tensors(query, key, value, starts, lengths, out, lse)
+    check_ragged_types(
+        query, key, value, starts, lengths, max_query_len, max_key_len, out, lse
+    )  # fmt: skip
     check_encoder_attention(
         query, key, value, starts, lengths, max_query_len, max_key_len, out, lse,
         options, contents=contents, scale=scale,
@@ -95,7 +103,9 @@ def check_cascade_call(call: AttentionCall, prefix_len: int, contents: bool) -> 
         out, lse, options,
     ) = call  # fmt: skip
     assert block_table is not None
-    check_paged_tensors(query, key, value, block_table, starts, lengths, out, lse)
+    check_paged_types(
+        query, key, value, block_table, starts, lengths, max_query_len, max_key_len, out, lse
+    )  # fmt: skip
     check_cascade(
         query, key, value, block_table, starts, lengths, max_query_len, max_key_len,
         prefix_len, out, lse, options, contents, scale,

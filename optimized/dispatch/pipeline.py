@@ -58,7 +58,7 @@ def attend(
     """
     more = (prefix_len,) if prefix_len else ()
     found = repeat(call, more, pipeline.plans.repeats)
-    if not isinstance(found, Anew):
+    if type(found) is not Anew:
         return found
     with found:
         found.out = _attend_anew(pipeline, call, check, prefix_len)

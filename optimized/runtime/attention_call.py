@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from ...contract.argument_kinds import INT32
 from ...contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
 from ...validation.score_numbers import is_score_scale
 from .launcher import INTERPRETED
@@ -129,7 +130,7 @@ def sizes_fit(call: AttentionCall) -> bool:
         fits = (
             lengths.shape[0] == reqs + 1 > 0
             and key.shape[0] == value.shape[0]
-            and call.max_key_len >= 0
+            and 0 <= call.max_key_len <= INT32
         )
     else:
         rows, max_blocks = block_table.shape
@@ -137,7 +138,7 @@ def sizes_fit(call: AttentionCall) -> bool:
         fits = rows == reqs == lengths.shape[0] and 0 <= call.max_key_len <= max_keys
     return (
         fits
-        and call.max_query_len >= 0
+        and 0 <= call.max_query_len <= INT32
         and is_score_scale(scale)
         and (out is None or out.shape == (tokens, query_heads, value.shape[-1]))
         and (lse is None or lse.shape == (query_heads, tokens))

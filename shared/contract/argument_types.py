@@ -32,8 +32,8 @@ class ArgumentTypes:
         signature: the function's, with annotations. An argument without one may be anything.
         has_axes: whether the number of a tensor's axes is looked at.
         is_repeated: whether the function itself finds out that a call is like an earlier one. Then
-            only numbers are looked at before the call, and all arguments after an error. The
-            function validates tensors that are not like those of an earlier call (`typed`).
+            only the types of numbers are looked at before the call, and all arguments after an
+            error. The function validates what is not like an earlier call (`typed`).
 
     Example:
         >>> def double(block_size: int) -> int: ...
@@ -172,7 +172,7 @@ class ArgumentTypes:
         tests = []
         if self.is_repeated and (number := self._number_of(kind)):
             tests.append(f"{name}.__class__ is {number}")
-        if kind.has_range:
+        elif kind.has_range:
             tests.append(f"{-INT32 - 1} <= {name} <= {INT32}")
         if self.has_axes and not self.is_repeated and kind.axes:
             counts = sorted({len(axis.split()) for axis in kind.axes})

@@ -61,7 +61,8 @@ def values_may_be_checked() -> bool:
     """Return whether contents on a GPU may have to be validated; `values_checked` decides."""
     if _ENVIRONMENT is None:
         return os.environ.get("PAGETWIN_CHECK_VALUES") not in (None, "0")
-    return _ENVIRONMENT.get(_CHECK_VALUES) not in (None, _OFF)
+    setting = _ENVIRONMENT.get(_CHECK_VALUES)
+    return setting is not None and setting != _OFF
 
 
 def check_length(name: str, tensor: Tensor, expected: int, what: str) -> None:

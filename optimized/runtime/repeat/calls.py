@@ -29,7 +29,7 @@ stream's workspace.
 """
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
@@ -46,6 +46,7 @@ MAX_ALIKE = 4
 """Repeated calls that are kept per signature: they differ in tensors other than the queries."""
 
 
+@final
 class Anew:
     """Context in which a call is launched that is not repeated; its launches may be recorded.
 

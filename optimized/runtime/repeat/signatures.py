@@ -32,19 +32,13 @@ def sign_numbers(call: AttentionCall, more: Signature = ()) -> Signature | None:
 
     Returns:
         a hashable tuple, with the shape of the queries. None if the call is not repeated: in the
-        interpreter, if an option is a tensor that belongs to this batch alone, and with numbers of
-        other types.
+        interpreter, if an option is a tensor that belongs to this batch alone, and if the scale is
+        an integer.
     """
     (
-        query, _, _, block_table, _, _, max_query_len, max_key_len, scale, out, lse,
-        options,
+        query, _, _, block_table, _, _, max_query_len, _, scale, out, lse, options,
     ) = call  # fmt: skip
-    if (
-        INTERPRETED
-        or type(max_query_len) is not int
-        or type(max_key_len) is not int
-        or (scale is not None and type(scale) is not float)
-    ):
+    if INTERPRETED or (scale is not None and type(scale) is not float):
         return None
     of_options = options.numbers or sign_options(options)
     if of_options is None:
