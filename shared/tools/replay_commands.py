@@ -117,7 +117,7 @@ All = Annotated[
     bool,
     typer.Option(
         "--all",
-        help="Compute attention in every step. Interpreted, one step in four computes it.",
+        help="Compute attention in every step. Interpreted, one step in six computes it.",
     ),
 ]
 Ranks = Annotated[

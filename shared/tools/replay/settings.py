@@ -169,7 +169,7 @@ def name_on_ranks(twin: str, ranks: int, splits: int) -> str:
 CACHE_SHARE = 0.6
 """Default size of the cache, as a share of the blocks that the traffic would use at once."""
 
-INTERPRETED_ATTENTION_EVERY = 4
+INTERPRETED_ATTENTION_EVERY = 6
 """Default of `attention_every` where a kernel is interpreted: attention takes most of the time."""
 
 DEFAULTS = {
