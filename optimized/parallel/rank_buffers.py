@@ -38,9 +38,9 @@ class RankBuffers:
         elements, dtype = math.prod(shape), dtype or like.dtype
         # in the order of their sizes
         kept = self._buffers.setdefault((name, dtype, like.device), [])
-        for each in kept:
-            if len(each) >= elements:
-                return each[:elements].view(shape)
+        for buffer in kept:
+            if len(buffer) >= elements:
+                return buffer[:elements].view(shape)
         wait_for_ranks("a buffer is allocated")
         size = max(elements, 2 * len(kept[-1])) if kept else elements
         kept.append(like.new_zeros(size, dtype=dtype))

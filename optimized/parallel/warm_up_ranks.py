@@ -46,15 +46,15 @@ def warm_up_ranks(
             num_query_heads=step.of_rank[0] * step.num_query_heads,
             max_num_reqs=min(spec.max_num_reqs, most),
             options=tuple(
-                replace(each, causal=False, sinks=None) for each in spec.options
+                replace(options, causal=False, sinks=None) for options in spec.options
             ),
             lse=(True,),
             make_rows=partial(_rows_of, step, pitch, spec.value_cache.shape[3]),
         )
         for pitch in sorted({most, max(1, most - 1)})
     ]
-    for each in of_ranks:
-        check_spec(each)
+    for rank_spec in of_ranks:
+        check_spec(rank_spec)
     return launch_compiled(
         partial(_launch_within, step, spec, of_ranks),
         spec.num_threads or count_threads(),
@@ -72,7 +72,7 @@ def _launch_within(
         of_ranks: specs of the calls over the keys of this rank.
     """
     most = step.max_num_tokens
-    found = [kernel for each in of_ranks for kernel in launch_within(each)]
+    found = [kernel for rank_spec in of_ranks for kernel in launch_within(rank_spec)]
     for tokens in sorted({1, min(2, most)}):
         for index, options in enumerate(spec.options):
             for lse in sorted(set(spec.lse)):

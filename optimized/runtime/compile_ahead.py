@@ -133,11 +133,11 @@ class _Threads(Executor):
 
     def cancel(self) -> None:
         """Cancel what no thread has begun."""
-        for each in self._submitted:
-            each.cancel()
+        for compilation in self._submitted:
+            compilation.cancel()
 
     def end(self) -> None:
         """Let launches repeat the compilations that failed; cancel what no thread has begun."""
         self.cancel()
-        for each in self._submitted:
-            each.is_repeated = True
+        for compilation in self._submitted:
+            compilation.is_repeated = True

@@ -24,12 +24,12 @@ OPTIONS = "options"
 
 def flatten_options(signature: inspect.Signature) -> Iterator[inspect.Parameter]:
     """Yield a signature's parameters, with one for each option in place of `options`."""
-    for each in signature.parameters.values():
-        if each.name != OPTIONS:
-            yield each
+    for parameter in signature.parameters.values():
+        if parameter.name != OPTIONS:
+            yield parameter
             continue
         for field in fields(AttentionOptions):
-            yield each.replace(
+            yield parameter.replace(
                 name=field.name, annotation=field.type, default=field.default
             )
 
@@ -38,34 +38,34 @@ def lower_parameters(
     parameters: Sequence[inspect.Parameter], left_out: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
     """Yield parameters as an operator has them."""
-    for each in parameters:
-        if each.name in left_out:
+    for parameter in parameters:
+        if parameter.name in left_out:
             continue
-        kinds = _kinds(each.annotation)
+        kinds = _kinds(parameter.annotation)
         optional = NoneType in kinds
         kinds = [kind for kind in kinds if kind is not NoneType]
         numbers = [kind for kind in kinds if kind is not Tensor]
         if Tensor in kinds and numbers:
             (number,) = numbers
             annotation = number | None if optional else number
-            yield each.replace(annotation=annotation)
-            tensor = each.replace(name=f"{each.name}_tensor", default=None)
+            yield parameter.replace(annotation=annotation)
+            tensor = parameter.replace(name=f"{parameter.name}_tensor", default=None)
             yield tensor.replace(annotation=Tensor | None)
         else:
             (kind,) = kinds
-            yield each.replace(annotation=kind | None if optional else kind)
+            yield parameter.replace(annotation=kind | None if optional else kind)
 
 
 def output_parameters(out: Sequence[str]) -> list[inspect.Parameter]:
     """Return the outputs of the overload `out`; the first one is required."""
     return [
         inspect.Parameter(
-            each,
+            name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=Tensor if each == out[0] else Tensor | None,
-            default=inspect.Parameter.empty if each == out[0] else None,
+            annotation=Tensor if name == out[0] else Tensor | None,
+            default=inspect.Parameter.empty if name == out[0] else None,
         )
-        for each in out
+        for name in out
     ]
 
 
@@ -80,21 +80,21 @@ class Results:
     ) -> None:
         self.sizes = sizes
         self.axes = {
-            name: each.annotation.dim_str.split()
-            for name, each in signature.parameters.items()
-            if _is_array(each.annotation)
+            name: parameter.annotation.dim_str.split()
+            for name, parameter in signature.parameters.items()
+            if _is_array(parameter.annotation)
         }
         returned = signature.return_annotation
         self.is_many = get_origin(returned) is tuple
         arrays = [
-            each
-            for each in (get_args(returned) if self.is_many else [returned])
-            if _is_array(each)
+            annotation
+            for annotation in (get_args(returned) if self.is_many else [returned])
+            if _is_array(annotation)
         ]
         like = like or [next(iter(self.axes), "")] * len(arrays)
         self.results = [
-            (each.dim_str.split(), name, _only_dtype(each))
-            for each, name in zip(arrays, like, strict=True)
+            (annotation.dim_str.split(), name, _only_dtype(annotation))
+            for annotation, name in zip(arrays, like, strict=True)
         ]
 
     def empty(self, given: Mapping[str, Any]) -> Any:
@@ -122,7 +122,7 @@ def _kinds(annotation: Any) -> list[Any]:
     """Return the types that an argument may have, arrays as Tensor."""
     is_union = get_origin(annotation) in (Union, UnionType)
     members = get_args(annotation) if is_union else (annotation,)
-    return [with_plain_tensors(each) for each in members]
+    return [with_plain_tensors(member) for member in members]
 
 
 def with_plain_tensors(annotation: Any) -> Any:

@@ -74,17 +74,19 @@ def operator(
         name, signature = function.__name__, inspect.signature(function)
         flat = tuple(flatten_options(signature))
         lowered = tuple(lower_parameters(flat, out))
-        names = [each.name for each in lowered]
-        unions = [each.name for each in flat if f"{each.name}_tensor" in names]
+        names = [parameter.name for parameter in lowered]
+        unions = [
+            parameter.name for parameter in flat if f"{parameter.name}_tensor" in names
+        ]
         takes_options = OPTIONS in signature.parameters
         results = Results(signature, like, sizes or {})
 
         def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
             found = dict(zip(names, args, strict=False)) | named
-            for each in unions:
-                tensor = found.pop(f"{each}_tensor", None)
+            for name in unions:
+                tensor = found.pop(f"{name}_tensor", None)
                 if tensor is not None:
-                    found[each] = tensor
+                    found[name] = tensor
             return pack_options(**found) if takes_options else found
 
         def run(*args: Any, **named: Any) -> Any:
@@ -126,14 +128,14 @@ def _tracer(
         named = dict(zip(signature.parameters, args, strict=True))
         if OPTIONS in named:
             options = named.pop(OPTIONS)
-            named |= {each: getattr(options, each) for each in OPTION_NAMES}
-        buffers = {each: named.pop(each) for each in out}
-        is_given = any(each is not None for each in buffers.values())
+            named |= {option: getattr(options, option) for option in OPTION_NAMES}
+        buffers = {name: named.pop(name) for name in out}
+        is_given = any(buffer is not None for buffer in buffers.values())
         if is_given and buffers[out[0]] is None:
             buffers[out[0]] = results.empty(named)
-        for each in unions:
-            if isinstance(named[each], Tensor):
-                named[f"{each}_tensor"] = named.pop(each)
+        for name in unions:
+            if isinstance(named[name], Tensor):
+                named[f"{name}_tensor"] = named.pop(name)
         if not is_given:
             return packet.default(**named)
         packet.out(**named, **buffers)

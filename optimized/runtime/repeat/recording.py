@@ -30,19 +30,19 @@ def record(
     Returns:
         None if the call cannot be repeated.
     """
-    launches = [each for each in notes if isinstance(each, LaunchNote)]
-    if not launches or any(each is None for each in notes):
+    launches = [note for note in notes if isinstance(note, LaunchNote)]
+    if not launches or any(note is None for note in notes):
         return None
     options, tensors = call.options, (*call[:6], out, call.lse)
     names = tuple(
         name for name in options.given if isinstance(getattr(options, name), Tensor)
     )
     everything = (*tensors, *(getattr(options, name) for name in names))
-    addresses = [0 if each is None else each.data_ptr() for each in everything]
-    if any(each & 15 for each in addresses):
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in everything]
+    if any(address & 15 for address in addresses):
         return None
     pairs: list[tuple[int, int]] = []
-    used = [each for each in addresses if each]
+    used = [address for address in addresses if address]
     if len(set(used)) < len(used):
         pairs = [
             (one, other)
@@ -53,11 +53,11 @@ def record(
     for index, note in enumerate(notes):
         if isinstance(note, WorkspaceNote):
             sources.add_workspace(note, notes[index + 1 :])
-    steps = [sources.launch(each) for each in launches]
+    steps = [sources.launch(launch) for launch in launches]
     if None in steps:
         return None
     choose = itemgetter(
-        *(at for at, each in enumerate(call) if isinstance(each, Tensor))
+        *(at for at, argument in enumerate(call) if isinstance(argument, Tensor))
     )
     return RepeatedCall(
         choose=choose,
@@ -66,7 +66,7 @@ def record(
         out_shape=out.shape,
         option_names=names,
         equal=tuple(pairs),
-        steps=tuple(each for each in (sources.request(), *steps) if each is not None),
+        steps=tuple(step for step in (sources.request(), *steps) if step is not None),
     )
 
 
@@ -79,14 +79,16 @@ class _Sources:
     """
 
     def __init__(self, addresses: list[int], options: list[Tensor]) -> None:
-        self._found = {each: index for index, each in enumerate(addresses) if each}
+        self._found = {
+            address: index for index, address in enumerate(addresses) if address
+        }
         self._given = set(self._found)
         self._num_given = len(addresses)
         self._origins: list[tuple[int, int]] = []
         self._place: Any = None
         self._sizes = (0, 0)
         first = len(addresses) - len(options)
-        self._options = {id(each): first + at for at, each in enumerate(options)}
+        self._options = {id(option): first + at for at, option in enumerate(options)}
 
     def add_workspace(self, note: WorkspaceNote, later: Sequence[Any]) -> None:
         """Add the addresses of a workspace that are used.
@@ -103,11 +105,13 @@ class _Sources:
         for which, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
             begin = tensor.data_ptr()
             end = begin + max(4 * size, 1)
-            for each in sorted(each for each in used if begin <= each < end):
-                origin = (which, each - begin)
+            for pointer in sorted(
+                address for address in used if begin <= address < end
+            ):
+                origin = (which, pointer - begin)
                 if origin not in self._origins:
                     self._origins.append(origin)
-                self._found[each] = self._num_given + self._origins.index(origin)
+                self._found[pointer] = self._num_given + self._origins.index(origin)
         self._place = (note.device, note.index)
         self._sizes = (max(self._sizes[0], sizes[0]), max(self._sizes[1], sizes[1]))
 
@@ -151,7 +155,7 @@ class _Sources:
             options.append(found)
         if not self._found.keys() >= set(note.map_addresses):
             return None
-        in_maps = [self._found[each] for each in note.map_addresses]
+        in_maps = [self._found[address] for address in note.map_addresses]
         return _make_launch(
             note, pointers, options, tuple(constants), _pick(in_maps or [0, 1, 2, 6])
         )
@@ -215,16 +219,16 @@ def _pick(indexes: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]
     """Return a function that returns some elements of a tuple, as a tuple."""
     if len(indexes) > 1:
         return itemgetter(*indexes)
-    return lambda values: tuple(values[each] for each in indexes)
+    return lambda values: tuple(values[index] for index in indexes)
 
 
 def _pointers_until_request(notes: Sequence[Any]) -> Iterator[int]:
     """Yield the addresses in the launches before the next request for workspace."""
-    for each in notes:
-        if isinstance(each, WorkspaceNote):
+    for note in notes:
+        if isinstance(note, WorkspaceNote):
             return
-        yield from each.pointers
-        yield from each.map_addresses
-        for option in each.options:
+        yield from note.pointers
+        yield from note.map_addresses
+        for option in note.options:
             if isinstance(option, Tensor):
                 yield option.data_ptr()

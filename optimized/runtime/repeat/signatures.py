@@ -61,11 +61,11 @@ def make_comparison(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     autograd would record all of them or none.
     """
     try:
-        unique = list({id(each): each for each in tensors}.values())
+        unique = list({id(tensor): tensor for tensor in tensors}.values())
         guards = TensorGuards(
             *unique,
-            dynamic_dims_sizes=[list(each.shape) for each in unique],
-            dynamic_dims_strides=[list(each.stride()) for each in unique],
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in unique],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in unique],
         )
         compare: Callable[..., bool] = guards.check
         if len(unique) == len(tensors) and compare(*unique):
@@ -94,7 +94,7 @@ def _compare_with_one_twice(
         tensors: the known tensors.
         compare: compares the tensors without the second one of the two.
     """
-    places = [id(each) for each in tensors]
+    places = [id(tensor) for tensor in tensors]
     again = next(at for at, place in enumerate(places) if place in places[:at])
     first = places.index(places[again])
     return lambda *others: (

@@ -113,9 +113,9 @@ def sign_write(
     return (
         one.shape[1:], one.stride(), one.dtype, one.get_device(),
         other.shape[1:], other.stride(), other.dtype, other.get_device(),
-        *[sign_tensor(each) for each in caches],
+        *[sign_tensor(cache) for cache in caches],
         slot_mapping.stride(), slot_mapping.dtype, slot_mapping.get_device(),
-        *[sign_tensor(each) if isinstance(each, Tensor) else each for each in scales],
+        *[sign_tensor(scale) if isinstance(scale, Tensor) else scale for scale in scales],
     )  # fmt: skip
 
 
@@ -138,20 +138,26 @@ def record_write(
     """
     if compiled is None or signature is None:
         return
-    first = next(at for at, each in enumerate(arguments) if isinstance(each, Tensor))
+    first = next(
+        at for at, argument in enumerate(arguments) if isinstance(argument, Tensor)
+    )
     tensors, slots, rest = arguments[:first], arguments[first], arguments[first + 2 :]
     new, caches = tensors[:2], tensors[2:]
-    pointers = [slots, *(each[0] for each in tensors)]
-    pointers += [each.scale for each in caches if isinstance(each.scale, Tensor)]
+    pointers = [slots, *(tensor_args[0] for tensor_args in tensors)]
+    pointers += [
+        cache_args.scale
+        for cache_args in caches
+        if isinstance(cache_args.scale, Tensor)
+    ]
     direct = find_direct_launch(compiled, current_device())
-    if direct is None or any(each.data_ptr() & 15 for each in pointers):
+    if direct is None or any(pointer.data_ptr() & 15 for pointer in pointers):
         return
     made = RepeatedWrite(
         direct,
         tokens_per_program,
         programs_per_token,
-        tuple(tuple(each[1:]) for each in new),
-        tuple(tuple(each[2:]) for each in caches),
+        tuple(tuple(tensor_args[1:]) for tensor_args in new),
+        tuple(tuple(cache_args[2:]) for cache_args in caches),
         tuple(rest),
     )
     WRITES.put(signature, made)
