@@ -116,7 +116,7 @@ def _class_kind(annotation: type) -> ArgumentKind:
         names = getattr(annotation, "dim_str", "...")
         is_any = "." in names or "*" in names
         kind = _plain("a torch.Tensor", _instance(Tensor))
-        is_float = any("float" in each for each in getattr(annotation, "dtypes", ()))
+        is_float = any("float" in dtype for dtype in getattr(annotation, "dtypes", ()))
         axes = () if is_any else (names,)
         return replace(kind, axes=axes, has_gradient=is_float)
     if annotation is NoneType:
@@ -195,8 +195,8 @@ def _ints() -> ArgumentKind:
         ):
             return found
         return [
-            as_int(f"{name}[{index}]", each, -LARGEST - 1)
-            for index, each in enumerate(found)
+            as_int(f"{name}[{index}]", element, -LARGEST - 1)
+            for index, element in enumerate(found)
         ]
 
     return ArgumentKind(
@@ -219,7 +219,7 @@ def _rows_of_ints(row: ArgumentKind) -> ArgumentKind:
         if is_plain and {*map(type, chain.from_iterable(found))} <= {int}:
             return found
         return [
-            row.convert(f"{name}[{index}]", each) for index, each in enumerate(found)
+            row.convert(f"{name}[{index}]", ints) for index, ints in enumerate(found)
         ]
 
     return ArgumentKind(
@@ -240,15 +240,15 @@ def _collection(abstract: Any, words: str, element: ArgumentKind) -> ArgumentKin
         if abstract is not Sequence:
             if not takes(value):
                 raise _wrong(name, value, said)
-            for each in () if element.takes_all else value:
-                element.convert(f"{name}: element", each)
+            for element_value in () if element.takes_all else value:
+                element.convert(f"{name}: element", element_value)
             return value
         found = _elements(name, value, said)
         if element.takes_all:
             return found
         changed = [
-            element.convert(f"{name}[{index}]", each)
-            for index, each in enumerate(found)
+            element.convert(f"{name}[{index}]", element_value)
+            for index, element_value in enumerate(found)
         ]
         is_same = all(one is other for one, other in zip(changed, found, strict=True))
         return found if is_same else changed
@@ -263,10 +263,10 @@ def _mapping(key: ArgumentKind, element: ArgumentKind) -> ArgumentKind:
         if not isinstance(value, Mapping):
             raise _wrong(name, value, "a mapping, such as a dict")
         changed = {
-            key.convert(f"{name}: key", each): element.convert(
-                f"{name}[{each!r}]", inner
+            key.convert(f"{name}: key", key_value): element.convert(
+                f"{name}[{key_value!r}]", inner
             )
-            for each, inner in value.items()
+            for key_value, inner in value.items()
         }
         pairs = zip(changed.items(), value.items(), strict=True)
         is_same = all(one[0] is other[0] and one[1] is other[1] for one, other in pairs)
@@ -288,8 +288,8 @@ def _tuple(elements: list[ArgumentKind]) -> ArgumentKind:
         if not _is_sequence(value) or len(value) != len(elements):
             raise _wrong(name, value, said)
         changed = tuple(
-            kind.convert(f"{name}[{index}]", each)
-            for index, (kind, each) in enumerate(zip(elements, value, strict=True))
+            kind.convert(f"{name}[{index}]", element)
+            for index, (kind, element) in enumerate(zip(elements, value, strict=True))
         )
         is_same = all(one is other for one, other in zip(changed, value, strict=True))
         return value if is_same else changed

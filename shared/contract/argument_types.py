@@ -193,7 +193,7 @@ def _check_axes(name: str, tensor: Tensor, axes: tuple[str, ...]) -> None:
     """Raise an error for a tensor with another number of axes than its annotation says."""
     if tensor.ndim not in {len(axis.split()) for axis in axes}:
         shapes = dict.fromkeys(
-            f"[{', '.join('...' if each == '_' else each for each in names.split())}]"
+            f"[{', '.join('...' if axis == '_' else axis for axis in names.split())}]"
             for names in axes
         )
         raise ValueError(
@@ -250,9 +250,9 @@ def _wrap(function: Any, has_axes: bool = True) -> Any:
     types = ArgumentTypes(signature, has_axes)
     head = _head(signature)
     given = ", ".join(
-        f"{'*' * (each.kind is each.VAR_POSITIONAL)}{name}"
-        f"{f'={name}' * (each.kind is each.KEYWORD_ONLY)}"
-        for name, each in signature.parameters.items()
+        f"{'*' * (parameter.kind is parameter.VAR_POSITIONAL)}{name}"
+        f"{f'={name}' * (parameter.kind is parameter.KEYWORD_ONLY)}"
+        for name, parameter in signature.parameters.items()
     )
     source = f"""
 def {function.__name__}({head}):
@@ -284,10 +284,10 @@ def _head(signature: inspect.Signature) -> str:
     """Return the parameters as source text, without annotations and defaults."""
     parts: list[str] = []
     is_named = False
-    for name, each in signature.parameters.items():
-        if each.kind is each.VAR_POSITIONAL:
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
             name, is_named = f"*{name}", True
-        elif each.kind is each.KEYWORD_ONLY and not is_named:
+        elif parameter.kind is parameter.KEYWORD_ONLY and not is_named:
             parts, is_named = [*parts, "*"], True
         parts.append(name)
     return ", ".join(parts)

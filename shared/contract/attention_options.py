@@ -110,9 +110,9 @@ class AttentionOptions:
     def given(self) -> list[str]:
         """The names of the options that are not at their default, computed once per object."""
         return [
-            each.name
-            for each in fields(self)
-            if getattr(self, each.name) is not each.default
+            option.name
+            for option in fields(self)
+            if getattr(self, option.name) is not option.default
         ]
 
     def with_causal(self, default: bool) -> "AttentionOptions":
@@ -134,19 +134,21 @@ class AttentionOptions:
         values = [(name, getattr(self, name)) for name in self.given]
         if any(isinstance(value, Tensor) for _, value in values):
             return None
-        return tuple(each for pair in values for each in pair)
+        return tuple(part for pair in values for part in pair)
 
 
-OPTION_NAMES = tuple(each.name for each in fields(AttentionOptions))
+OPTION_NAMES = tuple(option.name for option in fields(AttentionOptions))
 """The names of all options."""
 
 OPTIONS_BY_POSITION = tuple(
-    each.name for each in fields(AttentionOptions) if "by_position" in each.metadata
+    option.name
+    for option in fields(AttentionOptions)
+    if "by_position" in option.metadata
 )
 """The options that depend on the distance between a query and a key."""
 
 OPTIONS_PER_BATCH = tuple(
-    each.name for each in fields(AttentionOptions) if "per_batch" in each.metadata
+    option.name for option in fields(AttentionOptions) if "per_batch" in option.metadata
 )
 """The options whose tensors have an entry per request or token of one batch."""
 

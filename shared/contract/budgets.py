@@ -247,12 +247,12 @@ def lost_in_sums(weights: Tensor, sink: Tensor | None = None) -> Tensor:
     padded = torch.nn.functional.pad(weights, (0, -keys % SMALLEST_TILE))
     tiles = padded.reshape(*rows, -(-keys // SMALLEST_TILE), SMALLEST_TILE).sum(-1)
     lost = weights.new_zeros(weights.shape[:-1])
-    for each in (tiles, tiles.flip(-1)):
-        sums = each.cumsum(-1)
+    for ordered in (tiles, tiles.flip(-1)):
+        sums = ordered.cumsum(-1)
         if sink is not None:
             sums += sink[..., None]
-        loss = torch.minimum(each, eps / 2 * sums)
-        lost = lost.maximum(loss.masked_fill(each > SMALL * eps * sums, 0.0).sum(-1))
+        loss = torch.minimum(ordered, eps / 2 * sums)
+        lost = lost.maximum(loss.masked_fill(ordered > SMALL * eps * sums, 0.0).sum(-1))
     return lost
 
 

@@ -76,10 +76,10 @@ def check_encoder_starts(metadata: Any) -> None:
     """Raise an error if only some of an encoder's slots and starts are given."""
     starts = metadata.encoder_query_start_loc, metadata.encoder_query_start_loc_cpu
     slots = metadata.cross_slot_mapping
-    if all(each is None for each in starts) and (slots is None or not slots.numel()):
+    if all(start is None for start in starts) and (slots is None or not slots.numel()):
         return
-    for each, name in zip(starts, ("", "_cpu"), strict=True):
-        if each is None:
+    for start, name in zip(starts, ("", "_cpu"), strict=True):
+        if start is None:
             raise ValueError(
                 f"encoder_query_start_loc{name} = None: expected where the tokens of each"
                 " request's encoder start, as the step has some"

@@ -170,12 +170,12 @@ class GraphInputBuffers:
 
     def present(self) -> dict[str, Tensor]:
         """Return the buffers that are not None, by name."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
     def first(self, batch_size: int) -> "GraphInputBuffers":
         """Return the first rows of each buffer, in the same memory."""
-        rows = {name: each[:batch_size] for name, each in self.present().items()}
+        rows = {name: buffer[:batch_size] for name, buffer in self.present().items()}
         return GraphInputBuffers(**rows)
 
 

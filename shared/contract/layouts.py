@@ -258,18 +258,22 @@ def get_supported_kv_cache_layouts(
     Source:
         vLLM 0.33's function of that name.
     """
-    lists = [list(each) for each in declared if each is not None]
+    lists = [list(preference) for preference in declared if preference is not None]
     if not lists:
         return list(DEFAULT_PREFERENCE)
-    if all(each == lists[0] for each in lists):
+    if all(preference == lists[0] for preference in lists):
         return lists[0]
     common = [
-        layout for layout in KVCacheLayout if all(layout in each for each in lists)
+        layout
+        for layout in KVCacheLayout
+        if all(layout in preference for preference in lists)
     ]
     if not common:
-        said = "; ".join(", ".join(layout.name for layout in each) for each in lists)
+        said = "; ".join(
+            ", ".join(layout.name for layout in preference) for preference in lists
+        )
         raise ValueError(f"the backends have no common layout: {said}")
-    firsts = [each[0] for each in lists]
+    firsts = [preference[0] for preference in lists]
     return sorted(common, key=lambda layout: -firsts.count(layout))
 
 

@@ -295,7 +295,7 @@ def concept(name: str) -> Concept:
     for candidate in CONCEPTS:
         if candidate.name == name:
             return candidate
-    names = ", ".join(each.name for each in CONCEPTS)
+    names = ", ".join(known_concept.name for known_concept in CONCEPTS)
     raise KeyError(f"concept = {name!r}: expected one of {names}")
 
 
@@ -316,7 +316,7 @@ class Implementation:
         operations: dict[str, Any] = self.__dict__.get("operations", {})
         if operation in operations:
             return operations[operation]
-        if any(operation in each.operations for each in CONCEPTS):
+        if any(operation in known_concept.operations for known_concept in CONCEPTS):
             raise AttributeError(f"{self.name} has no {operation}")
         raise AttributeError(f"{operation!r} is not one of pagetwin's operations")
 
@@ -377,8 +377,8 @@ def find_backends(top: ModuleType) -> tuple[Any, ...]:
     modules = [top]
     if hasattr(top, "__path__"):
         modules += _submodule(f"{top.__name__}.{concept('backend').module}")
-    found: list[Any] = [getattr(each, "BACKENDS", ()) for each in modules]
-    return tuple(next((each for each in found if each), ()))
+    found: list[Any] = [getattr(module, "BACKENDS", ()) for module in modules]
+    return tuple(next((backends for backends in found if backends), ()))
 
 
 def _submodule(name: str) -> list[ModuleType]:

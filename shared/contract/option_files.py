@@ -18,7 +18,7 @@ def import_option_files(package: str, folder: Iterable[str]) -> dict[str, Module
     Raises:
         ImportError: A file does not have the name of an option.
     """
-    names = {each.name for each in iter_modules(folder)}
+    names = {module.name for module in iter_modules(folder)}
     if unknown := sorted(names.difference(OPTION_NAMES)):
         raise ImportError(
             f"{package}.{unknown[0]} is not the file of an option: expected the name of a field"

@@ -185,11 +185,13 @@ class SchedulerOutput:
     def num_scheduled_tokens(self) -> dict[Hashable, int]:
         """New tokens of each request, by its id."""
         return {
-            each.request.request_id: each.num_scheduled_tokens
-            for each in self.scheduled_requests
+            scheduled.request.request_id: scheduled.num_scheduled_tokens
+            for scheduled in self.scheduled_requests
         }
 
     @property
     def total_num_scheduled_tokens(self) -> int:
         """New tokens of the step."""
-        return sum(each.num_scheduled_tokens for each in self.scheduled_requests)
+        return sum(
+            scheduled.num_scheduled_tokens for scheduled in self.scheduled_requests
+        )

@@ -86,7 +86,7 @@ class MultiModalPlaceholderMap:
         return MultiModalPlaceholderMap(
             src_ranges=self.src_ranges * count,
             src_len=self.src_len,
-            dest_ranges=tuple(each for copy in copies for each in copy),
+            dest_ranges=tuple(placeholders for copy in copies for placeholders in copy),
             dest_len=self.dest_len * count,
         )
 
@@ -108,7 +108,7 @@ class MultiModalPlaceholderMap:
 
 def _shifted(ranges: Sequence[range], by: int) -> tuple[range, ...]:
     """Return ranges that are shifted by an offset."""
-    return tuple(range(each.start + by, each.stop + by) for each in ranges)
+    return tuple(range(span.start + by, span.stop + by) for span in ranges)
 
 
 @typed
@@ -171,9 +171,9 @@ class AttentionMetadata:
         """
         skipped = skip_fields or ()
         return {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if each.name not in skipped
+            metadata_field.name: getattr(self, metadata_field.name)
+            for metadata_field in fields(self)
+            if metadata_field.name not in skipped
         }
 
     @property

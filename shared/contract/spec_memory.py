@@ -145,10 +145,10 @@ def merge_kv_cache_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
     if not specs:
         raise ValueError("specs is empty: expected the specs of at least one layer")
     visible: dict[str, Any] = {}
-    if all(isinstance(each, FullAttentionSpec) for each in specs):
+    if all(isinstance(spec, FullAttentionSpec) for spec in specs):
         for name in ("sliding_window", "attention_chunk_size"):
-            given = [getattr(each, name) for each in specs]
-            visible[name] = next((each for each in given if each is not None), None)
+            given = [getattr(spec, name) for spec in specs]
+            visible[name] = next((size for size in given if size is not None), None)
         if None not in visible.values():
             raise ValueError(
                 f"sliding_window = {visible['sliding_window']} and attention_chunk_size ="

@@ -92,7 +92,7 @@ class KVCacheSpec:
         }
         if not isinstance(self.block_stride_alignment, MultipleOf):
             numbers["block_stride_alignment"] = self.block_stride_alignment
-        given = {name: each for name, each in numbers.items() if each is not None}
+        given = {name: number for name, number in numbers.items() if number is not None}
         check_positive(**given)
         check_has_states(self.block_size, self.tokens_per_state)
         if self.page_size_padded is not None:
@@ -308,10 +308,10 @@ class KVCacheConfig:
         object.__setattr__(self, "kv_cache_tensors", tuple(self.kv_cache_tensors))
         object.__setattr__(self, "kv_cache_groups", tuple(self.kv_cache_groups))
         in_tensors = _each_once(
-            "kv_cache_tensors", (each.shared_by for each in self.kv_cache_tensors)
+            "kv_cache_tensors", (tensor.shared_by for tensor in self.kv_cache_tensors)
         )
         in_groups = _each_once(
-            "kv_cache_groups", (each.layer_names for each in self.kv_cache_groups)
+            "kv_cache_groups", (group.layer_names for group in self.kv_cache_groups)
         )
         for here, there, names in (
             ("kv_cache_groups", "kv_cache_tensors", in_groups - in_tensors),

@@ -220,7 +220,9 @@ class AttentionImpl(ABC):
             own = self._options[device] = self._own_options(device)
         if output_scale is not None:
             of_step["out_scale"] = output_scale
-        of_step = {name: each for name, each in of_step.items() if each is not None}
+        of_step = {
+            name: option for name, option in of_step.items() if option is not None
+        }
         return replace(own, **of_step) if of_step else own
 
     def update_tensors(self) -> None:

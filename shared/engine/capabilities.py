@@ -111,7 +111,8 @@ class Capabilities:
         """Return whether the layer class has a parameter of that name."""
         parameters = inspect.signature(cls.get_impl_cls().__init__).parameters
         return name in parameters or any(
-            each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
+            parameter.kind is inspect.Parameter.VAR_KEYWORD
+            for parameter in parameters.values()
         )
 
     @classmethod
@@ -139,7 +140,7 @@ class Capabilities:
                 " tensors of their own; reshape_layered_kv_cache takes all"
             )
         axes = {BLOCK: 1, SLOT: 2, HEAD: 3}
-        inner = [axes[each] for each in layout.stride_order if each in axes]
+        inner = [axes[axis] for axis in layout.stride_order if axis in axes]
         return (0, *inner, 4)
 
 
@@ -166,9 +167,11 @@ def select_common_block_size(
     check_positive(kv_manager_block_size=kv_manager_block_size)
     for size in range(kv_manager_block_size, 0, -1):
         divides = kv_manager_block_size % size == 0
-        if divides and all(_reads(each, size) for each in backends):
+        if divides and all(_reads(backend, size) for backend in backends):
             return size
-    said = "; ".join(str(each.get_supported_kernel_block_sizes()) for each in backends)
+    said = "; ".join(
+        str(backend.get_supported_kernel_block_sizes()) for backend in backends
+    )
     raise ValueError(
         f"kv_manager_block_size = {kv_manager_block_size}: expected a multiple of a size"
         f" that all backends read ({said})"

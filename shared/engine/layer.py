@@ -140,7 +140,7 @@ class Attention(nn.Module):
             "attn_type": self.attn_type,
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **extra_impl_args,
-            **{name: each for name, each in optional.items() if each is not None},
+            **{name: option for name, option in optional.items() if option is not None},
         }
         self.impl = self._make_impl(float(scale), options)
         self._hides_slots = bool(

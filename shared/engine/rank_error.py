@@ -31,12 +31,14 @@ def find_missing(
     store: Any, rank: int, world_size: int, seconds: float
 ) -> tuple[int, ...]:
     """Report an error to the store, and return the ranks that have not reported in time."""
-    waiting = [each for each in range(world_size) if each != rank]
+    waiting = [other for other in range(world_size) if other != rank]
     try:
         store.set(f"failed/{rank}", "1")
         end = time.monotonic() + seconds
         while waiting and time.monotonic() < end:
-            waiting = [each for each in waiting if not store.check([f"failed/{each}"])]
+            waiting = [
+                other for other in waiting if not store.check([f"failed/{other}"])
+            ]
             time.sleep(0.02)
     except RuntimeError:  # the store has ended too
         return ()

@@ -216,7 +216,7 @@ class RankGroup:
         )
         self.wait("the ranks are compared")
         found = self.all_gather(line.to(self.device)).cpu()
-        theirs = [json.loads(bytes(each.tolist())) for each in found]
+        theirs = [json.loads(bytes(line.tolist())) for line in found]
         for other, their in enumerate(theirs):
             for name in {**theirs[0], **their}:
                 first, own = theirs[0].get(name), their.get(name)
@@ -380,7 +380,7 @@ class RankGroup:
         if wants_missing and self.store is not None:
             grace = min(GRACE_S, self.timeout)
             missing = find_missing(self.store, self.rank, self.world_size, grace)
-        names = ", ".join(str(each) for each in missing)
+        names = ", ".join(str(rank) for rank in missing)
         told = f"; no report from rank {names}" if missing else ""
         self._error = RankError(
             f"rank {self.rank} of {self.world_size}, step {self.step}: {what}{told}. No result of"

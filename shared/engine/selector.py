@@ -86,12 +86,14 @@ def choose_backend_name(
     ):
         if not choice:
             continue
-        names = (each.name for each in load_backends()) if known is None else known
+        names = (
+            (backend.name for backend in load_backends()) if known is None else known
+        )
         tried = []
-        for each in names:
-            if each == choice:
+        for known_name in names:
+            if known_name == choice:
                 return choice
-            tried.append(each)
+            tried.append(known_name)
         raise ValueError(f"{origin} = {choice!r}: expected one of {', '.join(tried)}")
     return None
 

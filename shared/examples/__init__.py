@@ -32,7 +32,8 @@ from .story import Example as Example
 from .story import StoryStep as StoryStep
 
 _FILES = {
-    each.name: importlib.import_module(f".{each.name}", __name__) for each in CONCEPTS
+    concept.name: importlib.import_module(f".{concept.name}", __name__)
+    for concept in CONCEPTS
 }
 EXAMPLES: tuple[Example, ...] = tuple(
     example for file in _FILES.values() for example in file.EXAMPLES

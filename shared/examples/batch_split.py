@@ -13,8 +13,10 @@ def draw() -> list[Text]:
 
     def batch(order: Sequence[int]) -> list[Text]:
         tokens = [6, 1, 7, 1]
-        cells = [(f"{tokens[each]}", NEW if tokens[each] == 1 else B) for each in order]
-        requests = under([f"r{each}" for each in order], width=6)
+        cells = [
+            (f"{tokens[index]}", NEW if tokens[index] == 1 else B) for index in order
+        ]
+        requests = under([f"r{index}" for index in order], width=6)
         return [*boxes(cells, width=6), requests]
 
     return [

@@ -33,7 +33,7 @@ def beside(*columns: Sequence[Text], gap: int = 2) -> list[Text]:
     for row in zip(*columns, strict=True):
         line = Text()
         for number, (text, column) in enumerate(zip(row, columns, strict=True)):
-            width = max(len(each.plain) for each in column)
+            width = max(len(cell.plain) for cell in column)
             line.append_text(text)
             last = number == len(columns) - 1
             line.append(" " * (width - len(text.plain) + (0 if last else gap)))

@@ -13,7 +13,7 @@ def draw() -> list[Text]:
         *(
             [
                 Text(f"block {block}"),
-                *boxes([(str(each), A if block == 2 else DIM) for each in pair]),
+                *boxes([(str(token), A if block == 2 else DIM) for token in pair]),
             ]
             for block, pair in enumerate(values)
         )
