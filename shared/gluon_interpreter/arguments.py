@@ -19,7 +19,7 @@ def to_argument(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         tensors: the tensors of the launch, one of which has the address of a descriptor.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_argument(each, tensors) for each in value))
+        return type(value)(*(to_argument(field, tensors) for field in value))
     if isinstance(value, torch.Tensor):
         return Pointer(Memory(value), 0)
     if hasattr(value, "block_shape"):

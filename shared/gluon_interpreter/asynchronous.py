@@ -210,7 +210,8 @@ def async_store(tensor_desc: TensorMap, coord: Any, src: SharedView) -> None:
 
     steps = zip(index, desc.plane.stride(), strict=True)
     places = sum(
-        (each * step for each, step in steps), torch.zeros((), dtype=torch.int64)
+        (coordinates * step for coordinates, step in steps),
+        torch.zeros((), dtype=torch.int64),
     )
     role.machine.memory.note_store(desc.plane, places)
     role.machine.copies.append(Copy(run, True, role))

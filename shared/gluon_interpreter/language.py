@@ -46,7 +46,7 @@ def allocate_shared_memory(
 ) -> SharedView:
     """Return a new buffer of shared memory, which has the numbers of a tile if one is given."""
     dtype = element_ty
-    sizes = [int(each) for each in shape]
+    sizes = [int(size) for size in shape]
     buffer = Buffer(math.prod(sizes) * TORCH_DTYPES[dtype].itemsize)
     current_role().machine.buffers.append(buffer)
     view = SharedView(buffer, dtype, sizes, layout)
@@ -94,14 +94,14 @@ class Range:
     """The loop counter of a kernel: an int32 value that divides as C does."""
 
     def __init__(self, *bounds: Any) -> None:
-        self._numbers = range(*(int(each) for each in bounds))
+        self._numbers = range(*(int(bound) for bound in bounds))
         if len(self._numbers) > MAX_ITERATIONS:
             raise InterpreterError(
                 f"a loop of {len(self._numbers)} iterations", "deadlock"
             )
 
     def __iter__(self) -> Iterator[Value]:
-        return (Value(each, gl.int32) for each in self._numbers)
+        return (Value(number, gl.int32) for number in self._numbers)
 
 
 class Module(SimpleNamespace):

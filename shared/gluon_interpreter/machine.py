@@ -276,9 +276,9 @@ class RoleMachine:
         """
         outer = LOCAL.role
         self.roles = [WarpRole(self, i, warps) for i, warps in enumerate(num_warps)]
-        for each in self.roles:
+        for started in self.roles:
             # all roles begin after what came before
-            each.clock.join(outer.clock)
+            started.clock.join(outer.clock)
         done = threading.Semaphore(0)
 
         def run(role: WarpRole, function: Callable[..., Any], args: Any) -> None:
@@ -300,8 +300,8 @@ class RoleMachine:
             self.hand_over(role)
 
         threads = [
-            threading.Thread(target=run, args=(role, *each), daemon=True)
-            for role, each in zip(self.roles, functions, strict=True)
+            threading.Thread(target=run, args=(role, *call), daemon=True)
+            for role, call in zip(self.roles, functions, strict=True)
         ]
         for thread in threads:
             thread.start()

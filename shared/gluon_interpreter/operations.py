@@ -37,8 +37,8 @@ def arange(start: Any, end: Any, layout: Any = None) -> Value:
 def full(shape: Any, value: Any, dtype: Any, layout: Any = None) -> Value:
     """Return a tile of one number."""
     number = lift(value, dtype).to(dtype).tensor
-    sizes = [int(each) for each in shape]
-    if any(each & (each - 1) for each in sizes):
+    sizes = [int(size) for size in shape]
+    if any(size & (size - 1) for size in sizes):
         raise InterpreterError(f"a tile of {sizes}: expected powers of two")
     return Value(number.expand(sizes).clone(), dtype)
 
@@ -240,7 +240,9 @@ def unary(operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], 
 
 def fma(left: Any, right: Any, addend: Any) -> Value:
     """Return left * right + addend, rounded once."""
-    wide = (lift(each, gl.float32).tensor.double() for each in (left, right, addend))
+    wide = (
+        lift(factor, gl.float32).tensor.double() for factor in (left, right, addend)
+    )
     left, right, addend = wide
     return of_tensor((left * right + addend).float())
 
@@ -300,8 +302,8 @@ def cumsum(value: Value, axis: int) -> Value:
 
 def associative_scan(value: Value, axis: int, function: Any) -> Value:
     """Return the combination of all numbers up to each one along a dimension."""
-    parts = [Value(each, value.dtype) for each in value.tensor.unbind(axis)]
-    parts = [of_tensor(each.tensor) for each in parts]
+    parts = [Value(element, value.dtype) for element in value.tensor.unbind(axis)]
+    parts = [of_tensor(part.tensor) for part in parts]
     for i in range(1, len(parts)):
         parts[i] = function(parts[i - 1], parts[i])
-    return Value(torch.stack([each.tensor for each in parts], axis), parts[0].dtype)
+    return Value(torch.stack([part.tensor for part in parts], axis), parts[0].dtype)

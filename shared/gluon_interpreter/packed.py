@@ -30,19 +30,19 @@ def run_packed(asm: str, constraints: str, args: list[Value], dtype: Any) -> Any
         InterpreterError: a register is used before it has a value, or a result has none.
     """
     kinds = constraints.split(",")
-    num_results = sum(each.startswith("=") for each in kinds)
+    num_results = sum(kind.startswith("=") for kind in kinds)
     assert kinds == ["=h"] * num_results + ["r"] * len(args), constraints
     registers = {
-        f"${num_results + i}": each.tensor.to(torch.int64) & 0xFFFFFFFF
-        for i, each in enumerate(args)
+        f"${num_results + i}": tile.tensor.to(torch.int64) & 0xFFFFFFFF
+        for i, tile in enumerate(args)
     }
     for line in asm.strip("{} \n").split(";"):
         text = line.strip()
         if text and not text.startswith(".reg"):
             _run_instruction(text, registers)
     return tuple(
-        Value(_read(registers, f"${i}").to(torch.int16).view(TORCH_DTYPES[each]), each)
-        for i, each in enumerate(dtype)
+        Value(_read(registers, f"${i}").to(torch.int16).view(TORCH_DTYPES[kind]), kind)
+        for i, kind in enumerate(dtype)
     )
 
 
@@ -92,5 +92,5 @@ def _to_float16(pair: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
         (pair >> shift & 0xFF).to(torch.uint8).view(kind).to(torch.float16)
         for shift in (0, 8)
     ]
-    low, high = (each.view(torch.int16).to(torch.int64) & 0xFFFF for each in halves)
+    low, high = (half.view(torch.int16).to(torch.int64) & 0xFFFF for half in halves)
     return low | high << 16

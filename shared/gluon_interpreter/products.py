@@ -50,7 +50,7 @@ class Product:
                     "race",
                     others=[("the product is issued", self.place)],
                 )
-        left, right = (each.float() for each in self.seen)
+        left, right = (operand.float() for operand in self.seen)
         total = left @ right
         if self.acc is not None:
             total = total + self.acc.tensor

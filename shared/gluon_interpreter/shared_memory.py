@@ -150,7 +150,7 @@ class SharedView:
     def reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> SharedView:
         """Return the same bytes in another dtype, shape and layout."""
         assert self._is_whole, "a view of some rows or columns has no order of bytes"
-        view = SharedView(self.buffer, dtype, [int(each) for each in shape], layout)
+        view = SharedView(self.buffer, dtype, [int(size) for size in shape], layout)
         if math.prod(view.shape) * view.item_bytes != (
             math.prod(self.shape) * self.item_bytes
         ):

@@ -29,11 +29,11 @@ TORCH_DTYPES = {
     gl.float8e4nv: torch.float8_e4m3fn,
     gl.float8e5: torch.float8_e5m2,
 }
-GLUON_DTYPES = {each: dtype for dtype, each in TORCH_DTYPES.items()}
+GLUON_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in TORCH_DTYPES.items()}
 INTEGERS = frozenset((gl.int1, gl.int8, gl.uint8, gl.int16, gl.int32, gl.int64))
 
 
-LIMITS = {each: 2 ** (each.primitive_bitwidth - 1) for each in INTEGERS}
+LIMITS = {dtype: 2 ** (dtype.primitive_bitwidth - 1) for dtype in INTEGERS}
 """Integers of a dtype are at least minus this and below it."""
 
 
@@ -162,11 +162,11 @@ class Value:
 
     def reshape(self, shape: Any) -> Value:
         """Return the numbers in another shape, in the same order."""
-        return Value(self.tensor.reshape([int(each) for each in shape]), self.dtype)
+        return Value(self.tensor.reshape([int(size) for size in shape]), self.dtype)
 
     def permute(self, dims: Any) -> Value:
         """Return the value with its dimensions in another order."""
-        return Value(self.tensor.permute([int(each) for each in dims]), self.dtype)
+        return Value(self.tensor.permute([int(dim) for dim in dims]), self.dtype)
 
     def __neg__(self) -> Value:
         if isinstance(self.data, int):

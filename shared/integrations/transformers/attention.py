@@ -157,16 +157,16 @@ def use_attention(model: Any, implementation: str = "optimized") -> Iterator[Non
 
 def _choose_attention(model: Any, name: str) -> list[Replacement]:
     """Return what the library changes to run a model on an attention function."""
-    configs = {id(each): each for each in configs_of(model)}.values()
-    check_free([Replacement(each, ATTENTION, name, name) for each in configs])
-    before = [(each, getattr(each, ATTENTION)) for each in configs]
+    configs = {id(config): config for config in configs_of(model)}.values()
+    check_free([Replacement(config, ATTENTION, name, name) for config in configs])
+    before = [(config, getattr(config, ATTENTION)) for config in configs]
     try:
         model.set_attn_implementation(name)
         found = model.config._attn_implementation
         check_attention_replaced(type(model).__name__, found, name)
         return [
-            Replacement(each, ATTENTION, getattr(each, ATTENTION), name)
-            for each in configs
+            Replacement(config, ATTENTION, getattr(config, ATTENTION), name)
+            for config in configs
         ]
     finally:
         for config, value in before:

@@ -101,7 +101,7 @@ def run_requests(
                 if statistics.keep_logits:
                     logits[number].append(row)
     if statistics.keep_logits:
-        statistics.logits += [torch.stack(each) for each in logits]
+        statistics.logits += [torch.stack(request_logits) for request_logits in logits]
     if recorder is not None:
         recorder.finish()
     return [request.output_token_ids for request in requests]
@@ -152,16 +152,21 @@ def _run_step(
 ) -> Tensor:
     """Return [sampled tokens, vocabulary] the logits from which a step samples."""
     batch.begin_step(
-        [each.num_scheduled_tokens for each in scheduled],
-        [each.num_computed_tokens for each in scheduled],
-        [each.block_ids for each in scheduled],
+        [scheduled_request.num_scheduled_tokens for scheduled_request in scheduled],
+        [scheduled_request.num_computed_tokens for scheduled_request in scheduled],
+        [scheduled_request.block_ids for scheduled_request in scheduled],
     )
     tokens: list[int] = []
     logits_indices = []
-    for each in scheduled:
-        end = each.num_computed_tokens + each.num_scheduled_tokens
-        tokens += each.request.token_ids[each.num_computed_tokens : end]
-        if each.samples_token:
+    for scheduled_request in scheduled:
+        end = (
+            scheduled_request.num_computed_tokens
+            + scheduled_request.num_scheduled_tokens
+        )
+        tokens += scheduled_request.request.token_ids[
+            scheduled_request.num_computed_tokens : end
+        ]
+        if scheduled_request.samples_token:
             logits_indices.append(len(tokens) - 1)
     indices = torch.tensor(logits_indices, dtype=torch.int64, device=model.device)
     inputs = batch.model_inputs(tokens)
@@ -186,16 +191,19 @@ def _add(statistics: Statistics, output: SchedulerOutput, block_size: int) -> No
     """Add the counts of a step."""
     scheduled = output.scheduled_requests
     prefills = [
-        each.num_computed_tokens < each.request.num_prompt_tokens for each in scheduled
+        scheduled_request.num_computed_tokens
+        < scheduled_request.request.num_prompt_tokens
+        for scheduled_request in scheduled
     ]
     statistics.steps += 1
     statistics.mixed_steps += any(prefills) and not all(prefills)
     # counted with the first chunk of a prompt
     statistics.chunked_prompts += sum(
-        each.request.max_computed_tokens == 0
-        and each.num_computed_tokens + each.num_scheduled_tokens
-        < each.request.num_prompt_tokens
-        for each in scheduled
+        scheduled_request.request.max_computed_tokens == 0
+        and scheduled_request.num_computed_tokens
+        + scheduled_request.num_scheduled_tokens
+        < scheduled_request.request.num_prompt_tokens
+        for scheduled_request in scheduled
     )
     statistics.preemptions += len(output.preempted_req_ids)
     num_hit_tokens = output.num_prefix_hit_tokens + output.num_regained_tokens

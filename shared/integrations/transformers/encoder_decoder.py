@@ -152,8 +152,8 @@ def _run_wave(
             encoded = copy.copy(encoded)
             encoded.last_hidden_state = encoded.last_hidden_state[kept]
             mask = None if mask is None else mask[kept]
-            for each in caches:
-                each.batch_select_indices(kept)
+            for kv_cache in caches:
+                kv_cache.batch_select_indices(kept)
         tokens = torch.tensor(
             [[request.tokens[-1]] for request in wave], device=model.device
         )

@@ -83,8 +83,8 @@ def _falcon(
     # the library repeats each key/value head for its query heads; pages hold it once
     group = key.shape[2] // module.num_kv_heads
     query, key, value = (
-        each.transpose(1, 2)
-        for each in (query, key[:, :, ::group], value[:, :, ::group])
+        states.transpose(1, 2)
+        for states in (query, key[:, :, ::group], value[:, :, ::group])
     )
     query, key = rotate(query, key, *position_embeddings)
     dropout = module.attention_dropout.p
@@ -108,8 +108,8 @@ def _mpt(
     if module.clip_qkv:
         states = states.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     query, key, value = (
-        each.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2)
-        for each in states.chunk(3, dim=2)
+        state.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2)
+        for state in states.chunk(3, dim=2)
     )
     # the last two columns are slope * -1 and slope * 0
     slopes = -position_bias[:, 0, -2]

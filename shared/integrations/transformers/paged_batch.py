@@ -181,7 +181,7 @@ class PagedBatch:
         check_one_row(query, key, metadata.num_actual_tokens)
         self._check_model(module, layer, step, arguments)
         flat_query, flat_key, flat_value = (
-            each[0].transpose(0, 1) for each in (query, key, value)
+            states[0].transpose(0, 1) for states in (query, key, value)
         )
         if scales_by_row(module):
             flat_query = scale_by_position(module, flat_query, step.positions)

@@ -31,8 +31,8 @@ class Pages:
             block_size: slots per block.
         """
         caches = [
-            each.new_full((num_blocks, block_size, *each.shape[1:]), torch.nan)
-            for each in (key, value)
+            states.new_full((num_blocks, block_size, *states.shape[1:]), torch.nan)
+            for states in (key, value)
         ]
         return cls(*caches)
 

@@ -66,7 +66,7 @@ class Reasons:
         spec = KVCacheSpec(block_size or 16, 1, head_size, dtype)
         device = "cpu" if device_capability is None else "cuda"
         found = backend.validate_configuration(spec, device)
-        if any(each.startswith("device = cpu") for each in found):
+        if any(reason.startswith("device = cpu") for reason in found):
             found.append(f"or {IMPLEMENTATION_VARIABLE}=reference")
         return "; ".join([*reasons, *found]) or None
 
@@ -111,7 +111,7 @@ class PagetwinBackend(Reasons, _Shape, AttentionBackend):
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Return True for every kind of attention that vLLM has."""
-        return attn_type in {each.value for each in AttentionType}
+        return attn_type in {kind.value for kind in AttentionType}
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -85,7 +85,7 @@ class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
         self.run = load_plugin_implementation()
         impls = give_bounds(vllm_config, layer_names)
         # vLLM does not tell whether a layer has what a cascade does not take
-        self.takes_cascade = all(each.takes_cascade for each in impls)
+        self.takes_cascade = all(impl.takes_cascade for impl in impls)
 
     def build(
         self,
@@ -144,7 +144,7 @@ class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
         return self.takes_cascade and bool(
             self.run.use_cascade_attention(
                 common_prefix_len,
-                [int(each) for each in query_lens],
+                [int(length) for length in query_lens],
                 num_query_heads,
                 num_kv_heads,
                 use_alibi,
@@ -187,11 +187,11 @@ def give_bounds(
     """
     context = vllm_config.compilation_config.static_forward_context
     layers = [context[name] for name in layer_names if name in context]
-    impls = [each.impl for each in layers if hasattr(each.impl, "bounds")]
+    impls = [layer.impl for layer in layers if hasattr(layer.impl, "bounds")]
     bounds = StepBounds.of(vllm_config)
     if decode_query_len is not None:
         longest = max(decode_query_len, bounds.decode_query_len)
         bounds = replace(bounds, decode_query_len=longest)
-    for each in impls:
-        each.bounds, each.engine_layers = bounds, tuple(context.values())
+    for impl in impls:
+        impl.bounds, impl.engine_layers = bounds, tuple(context.values())
     return impls

@@ -269,8 +269,8 @@ class PagetwinImpl(VllmAttentionImpl):
         if not warms_up:
             return
         options = [
-            each.impl._options_of(each, query.device, not each.impl.own.crosses)
-            for each in alike
+            other.impl._options_of(other, query.device, not other.impl.own.crosses)
+            for other in alike
         ]
         warm_up_layers(
             self.run.name,

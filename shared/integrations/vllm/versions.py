@@ -77,9 +77,9 @@ def find_interface(version: str) -> VllmInterface:
     oldest, newest = INTERFACES[0], INTERFACES[-1]
     found = re.match(r"(\d+)\.(\d+)", version)
     minor = (int(found[1]), int(found[2])) if found else None
-    for each in INTERFACES:
-        if each.minor == minor:
-            return each
+    for interface in INTERFACES:
+        if interface.minor == minor:
+            return interface
     if minor is not None and minor < oldest.minor:
         raise RuntimeError(
             f"vllm = {version}: expected {oldest.name} to {newest.name};"

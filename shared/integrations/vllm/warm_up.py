@@ -87,12 +87,12 @@ def warm_up_layers(
     )
     new = []
     with _LOCK:
-        for each in options:
-            numbers = (each.sliding_window, each.logits_soft_cap, each.causal)
-            kind = (*of_all, *each.given, str(numbers))
+        for option in options:
+            numbers = (option.sliding_window, option.logits_soft_cap, option.causal)
+            kind = (*of_all, *option.given, str(numbers))
             if kind not in _WARMED:
                 _WARMED.add(kind)
-                new.append(each)
+                new.append(option)
     if not new:
         return 0
     top = importlib.import_module(

@@ -26,9 +26,9 @@ PADDING_POSITIONS = "create_position_ids_from_input_ids"
 def ignores_position_ids(module: nn.Module) -> bool:
     """Whether no model in the file of an attention module takes `position_ids`."""
     forwards = [
-        vars(each)["forward"]
-        for each in _classes_of_file(module)
-        if issubclass(each, PreTrainedModel) and "forward" in vars(each)
+        vars(owner)["forward"]
+        for owner in _classes_of_file(module)
+        if issubclass(owner, PreTrainedModel) and "forward" in vars(owner)
     ]
     takes = ["position_ids" in signature(forward).parameters for forward in forwards]
     return bool(takes) and not any(takes)
@@ -64,11 +64,11 @@ def rope_limit(config: Any) -> tuple[str, int] | None:
         parameter for parameter in parameters.values() if isinstance(parameter, dict)
     ]
     limits = []
-    for each in [parameters, *nested]:
-        kind = each.get("rope_type") or ""
+    for rope in [parameters, *nested]:
+        kind = rope.get("rope_type") or ""
         length = config.max_position_embeddings if "dynamic" in kind else None
         if kind == "longrope":
-            length = each["original_max_position_embeddings"]
+            length = rope["original_max_position_embeddings"]
         if length is not None:
             limits.append((int(length), kind))
     if not limits:

@@ -88,8 +88,8 @@ def check_decoding(
     decoder_ids = torch.tensor([tokens] * len(inputs_of_encoder), device=model.device)
     # step: run each input alone, as the library does
     alone, library = [], library_copy(model)
-    for each in inputs_of_encoder:
-        inputs, _ = encoder_inputs(model, [each])
+    for prompt in inputs_of_encoder:
+        inputs, _ = encoder_inputs(model, [prompt])
         run = library(**inputs, decoder_input_ids=decoder_ids[:1], use_cache=False)
         alone.append(run.logits[0])
     # step: run the inputs together
@@ -97,7 +97,7 @@ def check_decoding(
     with use_attention(model, "reference"), count_calls(model) as calls:
         run = model(**inputs, decoder_input_ids=decoder_ids, use_cache=False)
     num_encoder, num_decoder = (
-        num_layers(each) for each in (model.get_encoder(), model.get_decoder())
+        num_layers(part) for part in (model.get_encoder(), model.get_decoder())
     )
     check_calls(type(model).__name__, calls, num_encoder + 2 * num_decoder)
     # step: compare
@@ -111,7 +111,7 @@ def _different_tokens(model: Any, prompts: Sequence[Sequence[int]]) -> list[int]
     special = [
         value for name, value in vars(config).items() if name.endswith("token_id")
     ]
-    others = (each for each in range(config.vocab_size) if each not in special)
+    others = (token for token in range(config.vocab_size) if token not in special)
     found: list[int] = []
     for token in chain(*prompts, others):
         if token not in found:

@@ -161,7 +161,9 @@ class BlockRows:
         self._rewrite(
             lambda flags: flags[torch.tensor(indices, dtype=torch.int64)], device
         )
-        return sorted(each for each in before if self.manager.ref_cnt(each) == 0)
+        return sorted(
+            block_id for block_id in before if self.manager.ref_cnt(block_id) == 0
+        )
 
     def crop(self, num_columns: int, device: torch.device) -> None:
         """Forget the last columns; their blocks stay with the requests, for the next tokens."""
@@ -182,8 +184,10 @@ class BlockRows:
     def _rows(self) -> list[list[int]]:
         """Return [reqs] block ids of each request."""
         return [
-            self.manager.get_block_ids(each) if each in self._holding else []
-            for each in self._ids
+            self.manager.get_block_ids(request_id)
+            if request_id in self._holding
+            else []
+            for request_id in self._ids
         ]
 
     def flags(self, num_reqs: int) -> Tensor:

@@ -120,12 +120,14 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     @property
     def number(self) -> int:
         """Index of the layer in the cache."""
-        return next(i for i, each in enumerate(self._layers) if each is self)
+        return next(i for i, layer in enumerate(self._layers) if layer is self)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the layer's pages."""
         manager = self._rows.manager
-        key, value = (each.transpose(1, 2)[0] for each in (key_states, value_states))
+        key, value = (
+            states.transpose(1, 2)[0] for states in (key_states, value_states)
+        )
         self._pages = Pages.like(key, value, manager.num_blocks, manager.block_size)
         self.is_initialized = True
 
@@ -167,9 +169,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         is_begun = written is not None and num_new == written.num_new
         if is_begun and self._pending is None and self._length == known - num_new:
             return
-        for each in (*self._layers, self):
-            if each.is_initialized or each is self:
-                check_in_turn(each.number, each.get_seq_length(), known)
+        for layer in (*self._layers, self):
+            if layer.is_initialized or layer is self:
+                check_in_turn(layer.number, layer.get_seq_length(), known)
 
     def write(
         self,
@@ -271,7 +273,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         # step: leave out the padding, and write all other tokens
         tokens, _, _ = ragged_rows(contents.new_tokens, key.device)
         flat_key, flat_value = (
-            each.transpose(1, 2).flatten(0, 1)[tokens] for each in (key, value)
+            states.transpose(1, 2).flatten(0, 1)[tokens] for states in (key, value)
         )
         pages = self.pages
         self._rows.run.reshape_and_cache(
