@@ -174,7 +174,7 @@ class HostStep:
     @classmethod
     def of_dict(cls, stored: dict[str, Any]) -> "HostStep":
         """Return the step that `as_dict` stored."""
-        known = {each.name: stored[each.name] for each in fields(cls)}
+        known = {field.name: stored[field.name] for field in fields(cls)}
         for name in ARRAYS:
             known[name] = known[name].numpy()
         return cls(**known)

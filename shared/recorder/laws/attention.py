@@ -143,8 +143,8 @@ class RowCase:
         """
         scale = self.query.shape[2] ** -0.5 if self.scale is None else self.scale
         scales = [
-            1.0 if each is None else torch.as_tensor(each).to(self.query.device)
-            for each in (self.options.k_scale, self.options.v_scale)
+            1.0 if scale is None else torch.as_tensor(scale).to(self.query.device)
+            for scale in (self.options.k_scale, self.options.v_scale)
         ]
         found = []
         for query, table, length in zip(
@@ -195,8 +195,8 @@ class RowCase:
         """Return the case that `as_dict` stored, on a device."""
         tensors = {name: stored[name].to(device) for name in _TENSORS}
         options: dict[str, Any] = {
-            name: each.to(device) if isinstance(each, Tensor) else each
-            for name, each in stored["options"].items()
+            name: option.to(device) if isinstance(option, Tensor) else option
+            for name, option in stored["options"].items()
         }
         return cls(
             layer=stored["layer"],

@@ -53,7 +53,9 @@ class RowTable:
 
     def lines_of(self, request_ids: Sequence[Hashable]) -> Integers:
         """Return the line of each request."""
-        return np.array([self._line[each] for each in request_ids], dtype=np.int64)
+        return np.array(
+            [self._line[request_id] for request_id in request_ids], dtype=np.int64
+        )
 
     def _grow(self, lines: int = 0, columns: int = 0) -> None:
         before, (had, width) = self._blocks, self._blocks.shape

@@ -87,7 +87,7 @@ class Ledger:
             groups: the rows of each group of layers. A request that is not named keeps its blocks.
         """
         if not self.knows_all:
-            every = [each for group in self._groups.values() for each in group.rows]
+            every = [row for group in self._groups.values() for row in group.rows]
             self.free(every)
         for name, given in groups.items():
             group = self._groups.setdefault(name, GroupRows())
@@ -101,8 +101,8 @@ class Ledger:
                     first_key = max(0, computed - given.window + 1)
                     self._give_up(group, request_id, first_key // given.block_size)
         for name, given in groups.items() if self._shared else ():
-            for each in given.rows:
-                finding = self._check_writer(name, given.block_size, each)
+            for row in given.rows:
+                finding = self._check_writer(name, given.block_size, row)
                 if finding is not None:
                     return finding
         return None
@@ -119,7 +119,7 @@ class Ledger:
         step_rows = {}
         for name, given in groups.items():
             table = self._groups[name].table
-            lines = table.lines_of([each.request_id for each in given.rows])
+            lines = table.lines_of([row.request_id for row in given.rows])
             rows = tuple(given.rows)
             step_rows[name] = ScheduledRows(
                 rows, lines, table, given.block_size, are_own
@@ -188,7 +188,7 @@ class Ledger:
             evidence={
                 "kind": "ownership",
                 "block": block_id,
-                "rows": [list(each) for each in rows],
+                "rows": [list(row) for row in rows],
             },
         )
 

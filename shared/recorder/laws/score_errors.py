@@ -34,7 +34,7 @@ def move_row(
     if options.attention_chunk_size is not None:
         chunk = options.attention_chunk_size
         first = max(first, (len(key) - 1) // chunk * chunk)
-    key, value = (each[first:].transpose(0, 1) for each in (key, value))
+    key, value = (states[first:].transpose(0, 1) for states in (key, value))
     # step: compute the scores, and the sums of their absolute products
     q = query.double().reshape(
         kv_heads, -1, query.shape[-1]

@@ -239,7 +239,11 @@ def _recorded_impl(
             if attn_metadata is None or output is None or not recorder.wants_layers:
                 return result
             # a compiled graph is not interrupted, and an FP8 output is not compared
-            scales = [each for each in (*args, *kwargs.values()) if each is not None]
+            scales = [
+                argument
+                for argument in (*args, *kwargs.values())
+                if argument is not None
+            ]
             if torch.compiler.is_compiling() or scales:
                 return result
             _tell(

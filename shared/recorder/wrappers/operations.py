@@ -71,9 +71,9 @@ class RecordedOperations:
             )
             return
         scales = {
-            name: each
-            for name, each in (("k_scale", k_scale), ("v_scale", v_scale))
-            if each is not None
+            name: scale
+            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
+            if scale is not None
         }
         self._write(key, value, key_cache, value_cache, slot_mapping, **scales)
         self.recorder.wrote(

@@ -58,10 +58,10 @@ class WorkerSchedule:
         self.is_alone = True
         """Whether no other worker of the process has run since this one began."""
         self._rows: dict[int, dict[str, tuple[int, ...]]] = {
-            each.number: {} for each in self.groups
+            group.number: {} for group in self.groups
         }
         self._group_of = {
-            layer: each.number for each in self.groups for layer in each.layer_names
+            layer: group.number for group in self.groups for layer in group.layer_names
         }
 
     def group_of(self, layer_names: Sequence[str]) -> int:
@@ -84,8 +84,8 @@ class WorkerSchedule:
     def _take(self, output: Any, freed: list[str]) -> dict[Hashable, ScheduledGroup]:
         """Return the step's rows of each group."""
         for rows in self._rows.values():
-            for each in freed:
-                rows.pop(each, None)
+            for request_id in freed:
+                rows.pop(request_id, None)
         computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
@@ -125,11 +125,15 @@ def changed_blocks(output: Any) -> list[int]:
 
     The worker fills new blocks with zeros in some models.
     """
-    given = [each.block_ids for each in output.scheduled_new_reqs]
-    given += [each for each in output.scheduled_cached_reqs.new_block_ids if each]
+    given = [new_request.block_ids for new_request in output.scheduled_new_reqs]
+    given += [
+        block_ids
+        for block_ids in output.scheduled_cached_reqs.new_block_ids
+        if block_ids
+    ]
     copies = getattr(output, "kv_cache_block_copies", None) or ()
     changed = [block_id for row in given for ids in row for block_id in ids]
-    return [*changed, *(each.dst_block_id for each in copies)]
+    return [*changed, *(copy.dst_block_id for copy in copies)]
 
 
 def comparable_groups(wrapper: Any) -> tuple[CacheGroup, ...]:
@@ -221,10 +225,10 @@ class WorkerSteps:
             weakref.finalize(wrapper, self._end).atexit = False
             self._alive += 1
             # two engines of one process may give the same name to two requests
-            for each in self._of_worker.values() if self._alive > 1 else ():
-                each.is_alone = False
+            for schedule in self._of_worker.values() if self._alive > 1 else ():
+                schedule.is_alone = False
         # vLLM resolves other backends too when it chooses one
-        recorders = [each for each in self.recorders if each.is_attached]
+        recorders = [recorder for recorder in self.recorders if recorder.is_attached]
         if self._latest is not known:
             # a step has the groups of layers of one worker
             for recorder in recorders:
