@@ -113,11 +113,12 @@ def bench_workloads() -> str:
         "| workload | batch | heads, head size | GB | GFLOP |",
         "|---|---|---|---:|---:|",
     ]
-    for each in load_workloads().values():
-        heads = f"{each.query_heads} on {each.kv_heads}, {each.head_size}"
-        flops = f"{each.flops / 1e9:,.0f}" if each.flops else "-"
+    for workload in load_workloads().values():
+        heads = f"{workload.query_heads} on {workload.kv_heads}, {workload.head_size}"
+        flops = f"{workload.flops / 1e9:,.0f}" if workload.flops else "-"
         lines.append(
-            f"| `{each.name}` | {each.about} | {heads} | {each.bytes / 1e9:,.3f} | {flops} |"
+            f"| `{workload.name}` | {workload.about} | {heads}"
+            f" | {workload.bytes / 1e9:,.3f} | {flops} |"
         )
     return "\n".join(lines)
 
@@ -128,15 +129,15 @@ def bench_extended_workloads() -> str:
         "| workload | batch | heads, head size | baseline | aim | found in |",
         "|---|---|---|---|---:|---|",
     ]
-    for each in load_workloads("extended").values():
-        size = f"{each.head_size}"
-        if each.value_size != each.head_size:
-            size += f" and {each.value_size}"
-        heads = f"{each.query_heads} on {each.kv_heads}, {size}"
-        named = " or ".join(f"`{name}`" for name in each.baselines) or "the fastest"
+    for workload in load_workloads("extended").values():
+        size = f"{workload.head_size}"
+        if workload.value_size != workload.head_size:
+            size += f" and {workload.value_size}"
+        heads = f"{workload.query_heads} on {workload.kv_heads}, {size}"
+        named = " or ".join(f"`{name}`" for name in workload.baselines) or "the fastest"
         lines.append(
-            f"| `{each.name}` | {each.about} | {heads} | {named} | {each.aim:.2f} |"
-            f" {each.source} |"
+            f"| `{workload.name}` | {workload.about} | {heads} | {named} | {workload.aim:.2f} |"
+            f" {workload.source} |"
         )
     return "\n".join(lines)
 

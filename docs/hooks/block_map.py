@@ -65,7 +65,7 @@ def record(block_size: int, caching: bool) -> dict[str, Any]:
     trace = make_trace()
     sequences = draw_tokens(trace, seed=0)
     requests = make_requests(trace, sequences)
-    arrivals = [int(each.arrival * STEPS_PER_SECOND) for each in trace]
+    arrivals = [int(arriving.arrival * STEPS_PER_SECOND) for arriving in trace]
     manager = BlockManager(
         NUM_SLOTS // block_size, block_size, seed=0, enable_caching=caching
     )
@@ -82,7 +82,7 @@ def record(block_size: int, caching: bool) -> dict[str, Any]:
                 break
             steps.append(_idle(manager))
             continue
-        before = {each.request_id for each in scheduler.running}
+        before = {running_request.request_id for running_request in scheduler.running}
         output = scheduler.schedule()
         step = _describe(scheduler, output, before)
         if number >= FORK_STEP and sibling is None:
@@ -92,15 +92,15 @@ def record(block_size: int, caching: bool) -> dict[str, Any]:
         step["blocks"] = _states(manager)
         scheduler.update_from_output(output, next_tokens(output, sequences))
         step["finished"] += [
-            str(each.request.request_id)
-            for each in output.scheduled_requests
-            if each.request.is_finished
+            str(scheduled.request.request_id)
+            for scheduled in output.scheduled_requests
+            if scheduled.request.is_finished
         ]
         steps.append(step)
     return {
         "blockSize": block_size,
         "numBlocks": manager.num_blocks,
-        "prompts": [each.prompt_len for each in trace],
+        "prompts": [arriving.prompt_len for arriving in trace],
         "steps": steps,
     }
 
@@ -120,20 +120,20 @@ def _describe(
     running = [
         _row(
             manager,
-            str(each.request_id),
-            manager.get_block_ids(each.request_id),
-            each.num_computed_tokens,
-            new_tokens.get(each.request_id, 0),
-            each.num_prompt_tokens,
-            each.request_id not in before,
+            str(request.request_id),
+            manager.get_block_ids(request.request_id),
+            request.num_computed_tokens,
+            new_tokens.get(request.request_id, 0),
+            request.num_prompt_tokens,
+            request.request_id not in before,
         )
-        for each in scheduler.running
+        for request in scheduler.running
     ]
     return {
         "running": running,
-        "waiting": [str(each.request_id) for each in scheduler.waiting],
-        "preempted": [str(each) for each in output.preempted_req_ids],
-        "copies": [list(each) for each in output.blocks_to_copy],
+        "waiting": [str(request.request_id) for request in scheduler.waiting],
+        "preempted": [str(request_id) for request_id in output.preempted_req_ids],
+        "copies": [list(copy) for copy in output.blocks_to_copy],
         "fresh": list(output.new_block_ids),
         "finished": [],
     }
@@ -184,7 +184,7 @@ class _Sibling:
         step["running"].append(
             _row(self.manager, self.name, row, self.computed, 1, self.prompt, False)
         )
-        step["copies"] += [list(each) for each in allocation.blocks_to_copy]
+        step["copies"] += [list(copy) for copy in allocation.blocks_to_copy]
         step["fresh"] += allocation.new_block_ids
         self.computed += 1
         if self.computed - self.prompt == FORK_LENGTH:

@@ -58,9 +58,9 @@ def ladder_tried(kind: str, record: Path | None = None) -> str:
     for rung in rungs:
         if rung["tried"]:
             base = next(
-                each
-                for each in rungs
-                if each["number"] == rung["number"] and not each["tried"]
+                candidate
+                for candidate in rungs
+                if candidate["number"] == rung["number"] and not candidate["tried"]
             )
             cells = [_cell(run, rung, base, name) for name in names]
             row = f"| {rung['number']} | {rung['title']} | {' | '.join(cells)} |"
@@ -102,7 +102,9 @@ def ladder_rung(name: str) -> str:
         "\n".join(lines[node.decorator_list[0].lineno - 1 : node.end_lineno])
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
+        and any(
+            "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
+        )
     )
     shown = f'??? example "{path.name}"\n\n' + textwrap.indent(
         f"```python\n{kernels}\n```", "    "
@@ -134,7 +136,9 @@ def _rungs(run: Record, kind: str) -> list[Record]:
 
 
 def _workloads(run: Record, kind: str) -> list[str]:
-    return [name for name, each in run["workloads"].items() if each["kind"] == kind]
+    return [
+        name for name, workload in run["workloads"].items() if workload["kind"] == kind
+    ]
 
 
 def _head(columns: list[str], names: list[str]) -> list[str]:

@@ -79,9 +79,9 @@ def _instruments() -> str:
         "|---|---:|---:|---:|",
     ]
     for file, own in (*sorted(files.items()), ("all", entries)):
-        killed = sum(each.how == "killed" for each in own)
+        killed = sum(entry.how == "killed" for entry in own)
         title = f"**{file}**" if file == "all" else f"`{file}.py`"
-        lines.append(_row(title, [len(own), killed, len({each.by for each in own})]))
+        lines.append(_row(title, [len(own), killed, len({entry.by for entry in own})]))
     return "\n".join(lines)
 
 
@@ -94,7 +94,7 @@ def _kernels() -> str:
     ]
     for folder in sorted({folder_of(mutant.file) for mutant in mutants}):
         there = [mutant for mutant in mutants if folder_of(mutant.file) == folder]
-        own = [entries[each.id] for each in there if each.id in entries]
+        own = [entries[mutant.id] for mutant in there if mutant.id in entries]
         lines.append(_row(folder, [len(there), len(own), *_ends(own)]))
     return "\n".join(lines)
 
@@ -142,9 +142,9 @@ def _operators() -> str:
             for mutant in mutants
             if mutant.operator == name and mutant.id in entries
         ]
-        instance = next(each for each in own if not each.bug.startswith("cousin"))
+        instance = next(mutant for mutant in own if not mutant.bug.startswith("cousin"))
         title = f"{name}: {meaning} | {_title(instance)}"
-        lines.append(_row(title, _ends([entries[each.id] for each in own])))
+        lines.append(_row(title, _ends([entries[mutant.id] for mutant in own])))
     return "\n".join(lines)
 
 
@@ -158,11 +158,11 @@ def _laws() -> str:
 def _named(how: str) -> str:
     mutants, entries = _catalogue()
     lines = []
-    for each in mutants:
-        if each.id in entries and entries[each.id].how == how:
-            reason = f": {each.equivalent}" if each.equivalent else "."
-            place = each.id.rpartition("/")[0]
-            lines.append(f"- {_title(each)}, in `{place}.py`{reason}")
+    for mutant in mutants:
+        if mutant.id in entries and entries[mutant.id].how == how:
+            reason = f": {mutant.equivalent}" if mutant.equivalent else "."
+            place = mutant.id.rpartition("/")[0]
+            lines.append(f"- {_title(mutant)}, in `{place}.py`{reason}")
     return "\n".join(lines) or "None."
 
 

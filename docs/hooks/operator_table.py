@@ -19,7 +19,7 @@ def operator_table() -> str:
                     or ast.unparse(call.func) != "operator"
                 ):
                     continue
-                keywords = {each.arg: each.value for each in call.keywords}
+                keywords = {keyword.arg: keyword.value for keyword in call.keywords}
                 changed, out = (
                     ", ".join(f"`{name}`" for name in ast.literal_eval(keywords[key]))
                     if key in keywords

@@ -37,8 +37,12 @@ def option_arguments() -> str:
     lines = ["| option | meaning | if not given |", "|---|---|---|"]
     for name, text in ARGUMENT.findall(arguments):
         sentences = re.split(r"(?<=[.]) (?=[A-Z(\[])", " ".join(text.split()))
-        default = [each[8:] for each in sentences if each.startswith("If None, ")]
-        others = [each for each in sentences if not each.startswith("If None, ")]
+        default = [
+            sentence[8:] for sentence in sentences if sentence.startswith("If None, ")
+        ]
+        others = [
+            sentence for sentence in sentences if not sentence.startswith("If None, ")
+        ]
         # a first sentence that is only a shape does not give the meaning
         is_shape = others[0].startswith("[") and len(others[0]) < 30
         meaning = " ".join(others[: 1 + is_shape])
@@ -95,9 +99,9 @@ def option_pairs() -> str:
         lines.append(f"| **{heading}** | {' | '.join(cells)} |")
     lines.append("")
     for letter, reason in _reasons(record).items():
-        rejected = [each for each in record["rejected"] if each["reason"] == reason]
+        rejected = [pair for pair in record["rejected"] if pair["reason"] == reason]
         ones, others = (
-            ", ".join(dict.fromkeys(_named(record, each[side]) for each in rejected))
+            ", ".join(dict.fromkeys(_named(record, pair[side]) for pair in rejected))
             for side in ("one", "other")
         )
         lines.append(f"- *{letter}*: {ones} with {others}: {reason}.")
@@ -126,7 +130,7 @@ def _record() -> dict[str, Any]:
 
 def _reasons(record: dict[str, Any]) -> dict[str, str]:
     """Return the reasons of the rejected pairs by letter."""
-    reasons = dict.fromkeys(each["reason"] for each in record["rejected"])
+    reasons = dict.fromkeys(pair["reason"] for pair in record["rejected"])
     return dict(zip(ascii_lowercase, reasons, strict=False))
 
 
@@ -161,12 +165,12 @@ def _cell(
         return "-"  # two values of one option
     if count := _count(record, side, other):
         return str(count)
-    sides = {each[0]: _values(record, each) for each in (side, other)}
-    for each in record["rejected"]:
-        one, its = each["one"], each["other"]
+    sides = {one_side[0]: _values(record, one_side) for one_side in (side, other)}
+    for pair in record["rejected"]:
+        one, its = pair["one"], pair["other"]
         if {one[0], its[0]} == set(sides) and all(
             set(sides[option]) <= set(rejected) for option, rejected in (one, its)
         ):
             reasons = _reasons(record).items()
-            return next(f"*{a}*" for a, reason in reasons if reason == each["reason"])
+            return next(f"*{a}*" for a, reason in reasons if reason == pair["reason"])
     raise ValueError(f"{side} and {other} are neither drawn together nor rejected")

@@ -56,7 +56,7 @@ def keep(
     kind = KINDS[name]
 
     def key(row: Row) -> tuple[str, ...]:
-        found = {each: str(row.get(each)) for each in kind.key}
+        found = {field: str(row.get(field)) for field in kind.key}
         if "other" in found:  # two backends, in any order
             pair = sorted((found["backend"], found["other"]))
             found |= zip(("backend", "other"), pair, strict=True)
@@ -105,7 +105,8 @@ def _workloads(run: Row, rows: Sequence[Row]) -> list[Row]:
     """Return the workloads of a run that no later run of the device has replaced."""
     place = run["device"], run["began"]
     return [
-        row | {"results": {name: _entry(each) for name, each in row["results"].items()}}
+        row
+        | {"results": {name: _entry(result) for name, result in row["results"].items()}}
         for row in rows
         if "run" not in row and (row["device"], row["began"]) == place
     ]
@@ -119,7 +120,7 @@ def entry_lines(record: Row) -> str:
         if isinstance(value, list):
             lines = "[\n  " + ",\n  ".join(map(_short, value)) + "\n ]"
         elif isinstance(value, dict):
-            entries = (f"{_short(each)}: {_short(value[each])}" for each in value)
+            entries = (f"{_short(key)}: {_short(value[key])}" for key in value)
             lines = "{\n  " + ",\n  ".join(entries) + "\n }"
         parts.append(f"{_short(name)}: {lines}")
     return "{\n " + ",\n ".join(parts) + "\n}\n"
@@ -168,7 +169,7 @@ def main() -> None:
         (DATA / f"{given.kind}.json").write_text(text, encoding="utf-8")
         return
     words = {"commit": given.commit, "date": given.date}
-    run = {name: each for name, each in words.items() if each}
+    run = {name: word for name, word in words.items() if word}
     print(f"{given.kind}: {len(keep(given.kind, given.records, **run))} lines")
 
 

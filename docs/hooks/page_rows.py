@@ -32,9 +32,9 @@ def compared(path: Path) -> list[Row]:
         " margin_at_first_difference_max not_in_top logprob_difference_before_max"
     )
     rows = []
-    for each in lines_of(path):
-        if each["event"] == "compared":
-            rows.append({"dtype": "bfloat16"} | chosen(each, fields))
+    for line in lines_of(path):
+        if line["event"] == "compared":
+            rows.append({"dtype": "bfloat16"} | chosen(line, fields))
     return rows
 
 
@@ -42,13 +42,13 @@ def planted(path: Path) -> list[Row]:
     """Return the runs with planted bugs, with what was found first, and those without one."""
     fields = "vllm device kind backend graphs clean bug preemptions effect found"
     rows = []
-    for each in lines_of(path):
-        row = {"vllm": "0.25.1"} | chosen(each, fields)
+    for line in lines_of(path):
+        row = {"vllm": "0.25.1"} | chosen(line, fields)
         if row["bug"]:
             row["found"] = row["found"][:1]
             del row["preemptions"]
         else:
-            row["checked"] = chosen(each["checked"], "steps writes rows blocks")
+            row["checked"] = chosen(line["checked"], "steps writes rows blocks")
         if not row["bug"] or "effect" in row:
             rows.append(
                 {name: value for name, value in row.items() if value is not None}
@@ -63,10 +63,10 @@ def serving(path: Path) -> list[Row]:
     run of CUSTOM, or without one to compare with, are left out.
     """
     loads: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
-    for each in lines_of(path):
-        if each["event"] == "load" and each["run"] != "warm":
-            runs = loads.setdefault((each["model"], each["mode"], each["load"]), {})
-            runs.setdefault(each["backend"], []).append(each)
+    for line in lines_of(path):
+        if line["event"] == "load" and line["run"] != "warm":
+            runs = loads.setdefault((line["model"], line["mode"], line["load"]), {})
+            runs.setdefault(line["backend"], []).append(line)
     rows = []
     for (model, mode, load), runs in loads.items():
         theirs = [name for name in runs if name.startswith("FLASH_ATTN")][:1]
@@ -84,7 +84,9 @@ def serving(path: Path) -> list[Row]:
                 lists = ["output_tokens_per_s"]
                 if compared == "backends":
                     lists += ["first_token_ms", "per_token_ms"]
-                row |= {each: [run[each] for run in runs[name]] for each in lists}
+                row |= {
+                    measure: [run[measure] for run in runs[name]] for measure in lists
+                }
                 rows.append(row)
     return rows
 
@@ -100,18 +102,20 @@ def verdicts(path: Path) -> list[Row]:
         name: record["versions"].get(name) for name in ("torch", "triton")
     }
     rows = []
-    for each in record["verdicts"]:
-        verdict = chosen(each, "adapter library ended why counts cases")
-        outside = [name for name in each["undeclared"] if name != NO_OPERATION]
-        verdict["undeclared"] = {name: each["undeclared"][name] for name in outside[:4]}
+    for judged in record["verdicts"]:
+        verdict = chosen(judged, "adapter library ended why counts cases")
+        outside = [name for name in judged["undeclared"] if name != NO_OPERATION]
+        verdict["undeclared"] = {
+            name: judged["undeclared"][name] for name in outside[:4]
+        }
         rows.append(verdict | run)
-        failed = [law for law in each["laws"] if law["status"] in FAILED]
-        shown = _smallest_cases(each["adapter"], failed)
+        failed = [law for law in judged["laws"] if law["status"] in FAILED]
+        shown = _smallest_cases(judged["adapter"], failed)
         for law in failed:
             fields = "law status what where found right message"
             if law["law"] in shown:
                 fields += " case"
-            rows.append({"adapter": each["adapter"]} | chosen(law, fields))
+            rows.append({"adapter": judged["adapter"]} | chosen(law, fields))
     return rows
 
 
@@ -145,8 +149,8 @@ def bench(path: Path) -> list[Row]:
     }
     run["published"] = record["published"] and chosen(record["published"], "source")
     run["implementations"] = {
-        name: chosen(each, "missing")
-        for name, each in record["implementations"].items()
+        name: chosen(implementation, "missing")
+        for name, implementation in record["implementations"].items()
     }
     place = {"device": machine["device"], "began": machine["date"]}
     fields = (
@@ -215,6 +219,6 @@ def parallel(record: Row) -> Row:
     """Return the times of a run on several GPUs, without what its laws say."""
     found = record["found"].items()
     times = {
-        name: each for name, each in found if name.startswith(("decode-", "prefill-"))
+        name: time for name, time in found if name.startswith(("decode-", "prefill-"))
     }
     return record | {"found": times}

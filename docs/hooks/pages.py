@@ -111,10 +111,10 @@ def _words_of(concept: str, twin: str) -> str:
 def example(concept: str) -> str:
     """Return the worked examples of a concept: title, call, explanation."""
     parts = []
-    for each in examples.examples_of(concept):
-        parts.append(f"### `{each.operation}`: {_lower(each.title)}")
-        parts.append(f"```pycon\n{each.code.rstrip()}\n```")
-        parts.append("\n".join(_story_step(step) for step in each.story))
+    for shown in examples.examples_of(concept):
+        parts.append(f"### `{shown.operation}`: {_lower(shown.title)}")
+        parts.append(f"```pycon\n{shown.code.rstrip()}\n```")
+        parts.append("\n".join(_story_step(step) for step in shown.story))
     return "\n\n".join(parts)
 
 
@@ -151,11 +151,11 @@ def code(concept: str) -> str:
 def concept_table() -> str:
     """Return the concepts in reading order, each with its first line."""
     lines = ["| concept | content | lines |", "|---|---|---:|"]
-    for each in operations.CONCEPTS:
-        path = ROOT / each.path("reference")
+    for concept in operations.CONCEPTS:
+        path = ROOT / concept.path("reference")
         count = len(path.read_text().splitlines())
         lines.append(
-            f"| [{each.name}](concepts/{each.name}.md) | {each.summary} | {count} |"
+            f"| [{concept.name}](concepts/{concept.name}.md) | {concept.summary} | {count} |"
         )
     return "\n".join(lines)
 
@@ -184,7 +184,7 @@ def feature_table() -> str:
     tests = {
         path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))
     }
-    shown = {each.operation for each in examples.EXAMPLES}
+    shown = {worked.operation for worked in examples.EXAMPLES}
     lines = [
         "| operation | reference | optimized | tested in | example | page |",
         "|---|---|---|---|---|---|",
@@ -247,10 +247,12 @@ def replay_laws() -> str:
 
 def replay_defaults() -> str:
     """Return the default settings of a replay, per device."""
-    names = [each.name for each in fields(settings.ReplaySettings)]
+    names = [field.name for field in fields(settings.ReplaySettings)]
     lines = ["| | CPU | CUDA |", "|---|---|---|"]
     for name in names:
-        values = [getattr(settings.DEFAULTS[each], name) for each in ("cpu", "cuda")]
+        values = [
+            getattr(settings.DEFAULTS[device], name) for device in ("cpu", "cuda")
+        ]
         shown = [_setting(value) for value in values]
         lines.append(f"| `{name}` | {shown[0]} | {shown[1]} |")
     return "\n".join(lines)
@@ -268,8 +270,8 @@ def _setting(value: object) -> str:
 
 
 MACROS: dict[str, Callable[..., str]] = {
-    each.__name__: each
-    for each in (
+    macro.__name__: macro
+    for macro in (
         picture,
         summary,
         module_words,

@@ -158,11 +158,11 @@ def parallel_model() -> str:
     lines = [f"| one layer | {heads} |", f"|---|{'---:|' * len(RANKS)}"]
     for label, keys in LENGTHS.items():
         times = [model.decode(keys, ranks) for ranks in RANKS]
-        cells = [f"{each:,.0f} us ({times[0] / each:.1f})" for each in times]
+        cells = [f"{time:,.0f} us ({times[0] / time:.1f})" for time in times]
         lines.append(f"| decode over {label} keys | {' | '.join(cells)} |")
     for label, keys in LENGTHS.items():
         times = [model.prefill(keys, ranks) / 1e3 for ranks in RANKS]
-        cells = [f"{each:,.0f} ms ({times[0] / each:.1f})" for each in times]
+        cells = [f"{time:,.0f} ms ({times[0] / time:.1f})" for time in times]
         lines.append(f"| prefill of {label} tokens | {' | '.join(cells)} |")
     for label, keys in LENGTHS.items():
         sizes = [f"{keys * KV_BYTES * LAYERS / ranks / 1e9:,.0f} GB" for ranks in RANKS]

@@ -14,7 +14,7 @@ NONE = "*Not recorded yet.*"
 
 def _range(values: list[float], digits: int = 0) -> str:
     """Return the smallest and the largest value; one number if they are equal."""
-    low, high = (f"{each:,.{digits}f}" for each in (min(values), max(values)))
+    low, high = (f"{bound:,.{digits}f}" for bound in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
 
@@ -62,7 +62,7 @@ def serving_table() -> str:
         theirs, ours = runs[_vllm_backend(runs)], runs["CUSTOM"]
         count = len(ours["output_tokens_per_s"])
         cells = [model, mode, _shape(ours), str(count)]
-        cells += [_range(each["output_tokens_per_s"]) for each in (theirs, ours)]
+        cells += [_range(run["output_tokens_per_s"]) for run in (theirs, ours)]
         cells.append(f"{_speed(ours) / _speed(theirs):.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if lines[2:] else NONE
@@ -80,7 +80,7 @@ def latency_table() -> str:
             cells = [model, mode, _shape(runs[backend]), f"`{backend}`"]
             for name, digits in (("first_token_ms", 0), ("per_token_ms", 2)):
                 pairs = zip(*runs[backend][name], strict=True)
-                cells.append(" / ".join(_range([*each], digits) for each in pairs))
+                cells.append(" / ".join(_range([*pair], digits) for pair in pairs))
             lines.append(f"| {' | '.join(cells)} |")
     if not lines[2:]:
         return NONE
@@ -94,13 +94,11 @@ def recorded_table() -> str:
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
     for (model, mode, _), runs in _loads("recorder").items():
-        for backend in [each for each in runs if f"{each}+record" in runs]:
+        for backend in [name for name in runs if f"{name}+record" in runs]:
             without, recorded = runs[backend], runs[f"{backend}+record"]
             cells = [model, mode, _shape(without), f"`{backend}`"]
             cells.append(str(len(recorded["output_tokens_per_s"])))
-            cells += [
-                _range(each["output_tokens_per_s"]) for each in (without, recorded)
-            ]
+            cells += [_range(run["output_tokens_per_s"]) for run in (without, recorded)]
             cells.append(f"{_speed(recorded) / _speed(without):.3f}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if lines[2:] else NONE
@@ -117,17 +115,17 @@ def equality_table() -> str:
         " largest difference of log-probabilities before it |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for each in rows:
+    for row in rows:
         cells = [
-            each["model"]
-            + (", speculative (ngram)" if each["ngram"] else "")
-            + (", float32" if each.get("dtype") == "float32" else ""),
-            f"`{each['other']}` and `{each['backend']}`",
-            f"{each['equal_prompts']} of {each['prompts']}",
-            f"{each['tokens_before_first_difference']:,} of {each['tokens']:,}",
-            f"{each['margin_at_first_difference_max']:.3f}",
-            str(each["not_in_top"]),
-            f"{each['logprob_difference_before_max']:.3f}",
+            row["model"]
+            + (", speculative (ngram)" if row["ngram"] else "")
+            + (", float32" if row.get("dtype") == "float32" else ""),
+            f"`{row['other']}` and `{row['backend']}`",
+            f"{row['equal_prompts']} of {row['prompts']}",
+            f"{row['tokens_before_first_difference']:,} of {row['tokens']:,}",
+            f"{row['margin_at_first_difference_max']:.3f}",
+            str(row["not_in_top"]),
+            f"{row['logprob_difference_before_max']:.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -144,17 +142,17 @@ def ranks_table() -> str:
         " largest difference of log-probabilities before it |",
         "|---|---|---|---:|---:|---:|---:|---:|",
     ]
-    for each in rows:
-        shares = f"heads and keys, interleave size {each['interleave']}"
+    for row in rows:
+        shares = f"heads and keys, interleave size {row['interleave']}"
         cells = [
-            f"`{each['backend']}`",
-            shares if each["way"] == "context" else "heads",
-            "captured" if each["graphs"] else "eager",
-            f"{each['equal_prompts']} of {each['prompts']}",
-            f"{each['tokens_before_first_difference']:,} of {each['tokens']:,}",
-            f"{each['margin_at_first_difference_max']:.3f}",
-            str(each["not_in_top"]),
-            f"{each['logprob_difference_before_max']:.3f}",
+            f"`{row['backend']}`",
+            shares if row["way"] == "context" else "heads",
+            "captured" if row["graphs"] else "eager",
+            f"{row['equal_prompts']} of {row['prompts']}",
+            f"{row['tokens_before_first_difference']:,} of {row['tokens']:,}",
+            f"{row['margin_at_first_difference_max']:.3f}",
+            str(row["not_in_top"]),
+            f"{row['logprob_difference_before_max']:.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -209,25 +207,25 @@ def planted_table() -> str:
     rows = _planted(True)
     if not rows:
         return NONE
-    engines = sorted({_engine(each) for each in rows})
+    engines = sorted({_engine(row) for row in rows})
     steps: dict[str, dict[str, list[str]]] = {}
     messages: dict[str, str] = {}
-    for each in rows:
-        found = each["found"][0] if each["found"] else "step -: not found"
+    for row in rows:
+        found = row["found"][0] if row["found"] else "step -: not found"
         step, _, message = found.partition(", " if ", " in found[:12] else ": ")
         step = step.removeprefix("step ")
-        same = steps.setdefault(each["bug"], {}).setdefault(_engine(each), [])
-        if (pair := f"{each['effect']}, {step}") not in same:
+        same = steps.setdefault(row["bug"], {}).setdefault(_engine(row), [])
+        if (pair := f"{row['effect']}, {step}") not in same:
             same.append(pair)
         # the names of requests end with random characters
         message = re.sub(r"(request '\d+)-\w+'", r"\1'", message)
-        messages.setdefault(each["bug"], message)
+        messages.setdefault(row["bug"], message)
     lines = [
         f"| bug | message | {' | '.join(engines)} |",
         f"|---|---|{'---:|' * len(engines)}",
     ]
     for bug, message in messages.items():
-        cells = ["; ".join(steps[bug].get(each, ["-"])) for each in engines]
+        cells = ["; ".join(steps[bug].get(engine, ["-"])) for engine in engines]
         lines.append(f"| {bug} | {message} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -241,15 +239,15 @@ def clean_runs() -> str:
         "| engine | cache | graphs | steps | preemptions | writes | rows | blocks | found |",
         "|---|---|---|---:|---:|---:|---:|---:|---|",
     ]
-    for each in rows:
-        done = each["checked"]
+    for row in rows:
+        done = row["checked"]
         cells = [
-            _engine(each),
-            each["kind"],
-            "decodes" if each["graphs"] else "none",
-            *(f"{number:,}" for number in (done["steps"], each["preemptions"])),
+            _engine(row),
+            row["kind"],
+            "decodes" if row["graphs"] else "none",
+            *(f"{number:,}" for number in (done["steps"], row["preemptions"])),
             *(f"{done[name]:,}" for name in ("writes", "rows", "blocks")),
-            "; ".join(each["found"]) or "nothing",
+            "; ".join(row["found"]) or "nothing",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return _folded("Runs without a bug", lines)

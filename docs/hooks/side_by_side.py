@@ -19,7 +19,9 @@ from pagetwin.contract.operations import CONCEPTS, Concept
 
 ROOT = Path(__file__).parents[2]
 CONCEPT_FILES = {
-    ROOT / each.path(twin) for each in CONCEPTS for twin in ("reference", "optimized")
+    ROOT / concept.path(twin)
+    for concept in CONCEPTS
+    for twin in ("reference", "optimized")
 }
 STEP = re.compile(r"\s*# step: (?P<words>.*)")
 
@@ -64,9 +66,11 @@ def functions_of(path: Path) -> list[Function]:
         return []
     files = [path]
     for file in files:
-        files += [each for each in _private_imports(file) if each not in files]
-    taken = [each for each in files if each == path or _takes_steps(each)]
-    return [function for each in taken for function in _functions_in(each)]
+        files += [
+            imported for imported in _private_imports(file) if imported not in files
+        ]
+    taken = [file for file in files if file == path or _takes_steps(file)]
+    return [function for file in taken for function in _functions_in(file)]
 
 
 def _private_imports(path: Path) -> list[Path]:
@@ -75,11 +79,11 @@ def _private_imports(path: Path) -> list[Path]:
     Kernels for one chip are left out: the pages show the portable ones.
     """
     return [
-        each
-        for each in _imports(path)
-        if each not in CONCEPT_FILES
-        and each.name != "__init__.py"
-        and "sm90" not in each.parts
+        imported
+        for imported in _imports(path)
+        if imported not in CONCEPT_FILES
+        and imported.name != "__init__.py"
+        and "sm90" not in imported.parts
     ]
 
 
@@ -98,17 +102,20 @@ def _imports(path: Path) -> list[Path]:
             parts = (name or "").strip(".").split(".")
             file = folder.joinpath(*parts).with_suffix(".py")
             package = folder.joinpath(*parts, "__init__.py")
-            for each in (file, package):
-                inside = each.relative_to(ROOT).parts[0] in ("reference", "optimized")
-                if each.is_file() and inside:
-                    found.append(each)
+            for imported in (file, package):
+                inside = imported.relative_to(ROOT).parts[0] in (
+                    "reference",
+                    "optimized",
+                )
+                if imported.is_file() and inside:
+                    found.append(imported)
     return list(dict.fromkeys(found))
 
 
 @cache
 def _takes_steps(path: Path) -> bool:
     own = any(STEP.match(line) for line in path.read_text().splitlines())
-    return own or any(_takes_steps(each) for each in _private_imports(path))
+    return own or any(_takes_steps(imported) for imported in _private_imports(path))
 
 
 @cache
@@ -166,9 +173,9 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
         if isinstance(node, ast.FunctionDef):
             yield "", node
         elif isinstance(node, ast.ClassDef):
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef):
-                    yield node.name, each
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef):
+                    yield node.name, method
 
 
 def _cut(lines: list[str]) -> Iterator[Chunk]:
@@ -236,32 +243,36 @@ def _two_columns(concept: Concept) -> str:
     right = functions_of(ROOT / concept.path("optimized"))
     shown: set[str] = set()
     parts = []
-    names = {each.name for each in left} | {each.owner for each in left}
+    names = {function.name for function in left} | {function.owner for function in left}
     names -= re_exported(ROOT / concept.path("optimized"))
     for operation in operations or ("forward",):
         if operation not in names:
             continue
-        if methods := [each for each in left if each.owner == operation]:
+        if methods := [method for method in left if method.owner == operation]:
             parts += _class(
-                methods, [each for each in right if each.owner == operation]
+                methods, [method for method in right if method.owner == operation]
             )
             continue
         ours, theirs = _reached(left, operation), _reached(right, operation)
-        own = [each for each in ours if each.name == operation]
+        own = [function for function in ours if function.name == operation]
         # other operations have their own section on the page
-        others = {each.name for each in theirs} & set(operations) - {operation}
+        others = {function.name for function in theirs} & set(operations) - {operation}
         ours, theirs = (
-            [each for each in side if each.name not in others]
+            [function for function in side if function.name not in others]
             for side in (ours, theirs)
         )
         # steps taken from another operation are shown if the optimized steps are its own
         if _steps(own) or not _steps(theirs):
             ours = own
-        shown |= {each.title for each in theirs}
+        shown |= {function.title for function in theirs}
         parts += _operation(ours, theirs, operation)
-    rest = [each for each in right if each.title not in shown and not each.owner]
+    rest = [
+        function
+        for function in right
+        if function.title not in shown and not function.owner
+    ]
     if rest:
-        blocks = "\n\n".join(_code(each.body, each.title) for each in rest)
+        blocks = "\n\n".join(_code(function.body, function.title) for function in rest)
         parts.append(_details(f"The rest of {concept.path('optimized')}", blocks))
     return "\n\n".join(parts)
 
@@ -269,14 +280,14 @@ def _two_columns(concept: Concept) -> str:
 def _class(left: list[Function], right: list[Function]) -> Iterator[str]:
     """Return the methods of a class in pairs of the same name. Private ones come last, folded."""
     for ours in left:
-        theirs = [each for each in right if each.name == ours.name]
+        theirs = [method for method in right if method.name == ours.name]
         if ours.name[0] != "_" or ours.name == "__init__":
             yield from _operation([ours], theirs, ours.name)
     private = [
-        _code(each.body, f"{side}: {each.title}")
+        _code(method.body, f"{side}: {method.title}")
         for side, methods in (("reference", left), ("optimized", right))
-        for each in methods
-        if each.name[0] == "_" and each.name != "__init__"
+        for method in methods
+        if method.name[0] == "_" and method.name != "__init__"
     ]
     if private:
         yield _details(f"Private methods of {left[0].owner}", "\n\n".join(private))
@@ -311,7 +322,9 @@ def _reached(functions: list[Function], operation: str) -> list[Function]:
 
 def _steps(functions: list[Function]) -> list[str]:
     """Return the steps of some functions, each once, in file order."""
-    steps = [chunk.step for each in functions for chunk in each.chunks if chunk.step]
+    steps = [
+        chunk.step for function in functions for chunk in function.chunks if chunk.step
+    ]
     return list(dict.fromkeys(steps))
 
 
@@ -326,7 +339,7 @@ def _operation(
         return
     loops = _loop(ours, steps), _loop(theirs, steps)
     if all(loops):
-        yield _row("", *(_code(each, "") for each in loops))
+        yield _row("", *(_code(loop, "") for loop in loops))
     for step in steps:
         yield _row(step, _at(ours, operation, step), _at(theirs, operation, step))
     start = _before(ours, operation, steps), _before(theirs, operation, steps)
@@ -336,9 +349,9 @@ def _operation(
 
 def _loop(functions: list[Function], steps: list[str]) -> str:
     """Return the loop that the first step is in; empty if there is none."""
-    for each in functions:
-        before = [chunk.code for chunk in each.chunks if not chunk.step]
-        if before and any(chunk.step in steps for chunk in each.chunks):
+    for function in functions:
+        before = [chunk.code for chunk in function.chunks if not chunk.step]
+        if before and any(chunk.step in steps for chunk in function.chunks):
             last = before[0].splitlines()[-1]
             return textwrap.dedent(last) if last.lstrip().startswith("for ") else ""
     return ""
@@ -346,28 +359,30 @@ def _loop(functions: list[Function], steps: list[str]) -> str:
 
 def _whole(functions: list[Function], operation: str) -> str:
     """Return the operation's body, and the folded bodies of the functions it calls."""
-    blocks = [_code(each.body, "") for each in functions if each.name == operation]
+    blocks = [
+        _code(function.body, "") for function in functions if function.name == operation
+    ]
     blocks += [
-        _details(each.title, _code(each.body, ""))
-        for each in functions
-        if each.name != operation
+        _details(function.title, _code(function.body, ""))
+        for function in functions
+        if function.name != operation
     ]
     return "\n\n".join(blocks)
 
 
 def _before(functions: list[Function], operation: str, steps: list[str]) -> str:
     """Return the code before the first step. Code of called functions is folded."""
-    same = [each for each in functions if each.name == operation]
+    same = [function for function in functions if function.name == operation]
     blocks, folded = [], []
-    for each in functions:
-        before = "\n".join(chunk.code for chunk in each.chunks if not chunk.step)
+    for function in functions:
+        before = "\n".join(chunk.code for chunk in function.chunks if not chunk.step)
         if not before:
             continue
-        if each in same:
-            blocks.append(_code(before, each.title if len(same) > 1 else ""))
+        if function in same:
+            blocks.append(_code(before, function.title if len(same) > 1 else ""))
             continue
-        stepped = any(chunk.step in steps for chunk in each.chunks)
-        what = f"{each.title}, up to its first step" if stepped else each.title
+        stepped = any(chunk.step in steps for chunk in function.chunks)
+        what = f"{function.title}, up to its first step" if stepped else function.title
         folded.append(_details(what, _code(before, "")))
     return "\n\n".join(blocks + folded)
 
@@ -377,17 +392,19 @@ def _at(functions: list[Function], operation: str, step: str) -> str:
 
     Code of another function gets that function's name.
     """
-    same = [each for each in functions if each.name == operation]
+    same = [function for function in functions if function.name == operation]
     parts = []
-    for each in functions:
-        for chunk in each.chunks:
+    for function in functions:
+        for chunk in function.chunks:
             if chunk.step == step:
-                parts.append(_code(chunk.code, "" if same == [each] else each.title))
+                parts.append(
+                    _code(chunk.code, "" if same == [function] else function.title)
+                )
                 # a step of one statement is what the called function does
                 is_open = _count_lines(chunk.code) <= 2
                 parts += [
                     _details(_named(called), _code(called.body, ""), is_open)
-                    for called in _called(chunk, each)
+                    for called in _called(chunk, function)
                 ]
     return "\n\n".join(parts)
 
@@ -396,10 +413,10 @@ def _called(chunk: Chunk, function: Function) -> list[Function]:
     """Return the functions without steps that a chunk calls, of its file and of its imports."""
     names = re.findall(r"\b(\w+)\(", chunk.code)
     near = {
-        each.name: each
+        called.name: called
         for path in (*_imports(function.path), function.path)
-        for each in _functions_in(path)
-        if not each.owner and each.name != function.name and not _steps([each])
+        for called in _functions_in(path)
+        if not called.owner and called.name != function.name and not _steps([called])
     }
     return [near[name] for name in dict.fromkeys(names) if name in near]
 

@@ -87,7 +87,7 @@ def verdict_table() -> str:
             why = f"no law was judged: {verdict.get('why') or verdict['ended']}"
             lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | | {why} |")
             continue
-        failed = sum(counts.get(each, 0) for each in FAILED)
+        failed = sum(counts.get(kind, 0) for kind in FAILED)
         where = f"{verdict['device']}, {verdict['date'][:10]}, {verdict['commit'][:7]}"
         cells = [
             f"[{TITLES[name]}](#{name})",
@@ -111,15 +111,19 @@ def verdict_details() -> str:
             continue
         parts.append(f"### {TITLES[name]} {{: #{name} }}")
         parts.append(_summary_of(verdict))
-        known = [each for each in explanations() if each["adapter"] == name]
-        for each in known:
-            laws = [law for law in verdict["laws"] if explains(each, name, law)]
+        known = [
+            explanation
+            for explanation in explanations()
+            if explanation["adapter"] == name
+        ]
+        for explanation in known:
+            laws = [law for law in verdict["laws"] if explains(explanation, name, law)]
             if laws:
-                parts.append(_failure(each, laws))
+                parts.append(_failure(explanation, laws))
         parts += [
             f"Not explained: *{law['law']}*."
             for law in verdict["laws"]
-            if not any(explains(each, name, law) for each in known)
+            if not any(explains(explanation, name, law) for explanation in known)
         ]
     return "\n\n".join(parts)
 
@@ -128,7 +132,7 @@ def _summary_of(verdict: Verdict) -> str:
     """Return what was judged, and what was not."""
     counts = verdict["counts"]
     versions = ", ".join(
-        f"{each} {version}" for each, version in verdict["versions"].items()
+        f"{package} {version}" for package, version in verdict["versions"].items()
     )
     words = [f"{counts.get('held', 0)} laws hold on {verdict['cases']:,} cases"]
     words.append(f" ({verdict['library']}; {versions}; {verdict['ended']}).")

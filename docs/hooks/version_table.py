@@ -29,10 +29,10 @@ def version_table() -> str:
 
 def _versions(entry: dict[str, Any]) -> list[str]:
     if "versions" in entry:
-        return [entry["versions"].get(each, "none") for each in PACKAGES]
+        return [entry["versions"].get(package, "none") for package in PACKAGES]
     wanted = (entry["python"], entry["torch"], entry["triton"], entry["numpy"])
     return [
-        *(each.removeprefix("==") for each in wanted),
+        *(version.removeprefix("==") for version in wanted),
         "0.0.35" if entry["xformers"] else "none",
     ]
 
@@ -45,6 +45,6 @@ def _result(entry: dict[str, Any]) -> str:
     if entry["wheel"]:
         return "imports" if not entry["failed"] else entry["failures"][0]
     counts = ", ".join(
-        f"{entry[each]:,} {each}" for each in ("passed", "failed", "skipped")
+        f"{entry[outcome]:,} {outcome}" for outcome in ("passed", "failed", "skipped")
     )
     return f"{counts} in {entry['seconds']} s"

@@ -44,7 +44,7 @@ def _drawing(width: int, height: int, requests: list[TraceRequest]) -> Drawing:
 
 def _shares(requests: list[TraceRequest]) -> list[tuple[str, float]]:
     """Return the ways to reserve memory, in words, and the share that each one uses."""
-    longest = max(each.prompt_len + each.output_len for each in requests)
+    longest = max(request.prompt_len + request.output_len for request in requests)
     ways: tuple[tuple[str, Callable[[int, TraceRequest], int]], ...] = (
         (f"the longest request ({longest:,} tokens) each", lambda n, r: longest),
         (

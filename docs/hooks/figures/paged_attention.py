@@ -141,7 +141,7 @@ def _gathered(d: Drawing, sizes: Layout, y: float) -> float:
     for row, (name, numbers) in enumerate((("k", KEYS), ("v", VALUES))):
         top = y + row * 34
         d.text(sizes.keys - 22, top + 22, name, "label")
-        cells = [(f"{each:g}", _kind(at)) for at, each in enumerate(numbers)]
+        cells = [(f"{number:g}", _kind(at)) for at, number in enumerate(numbers)]
         d.row(sizes.keys, top, cells, w=CELL, h=30)
     return y + 68
 
@@ -163,8 +163,8 @@ def _scores(d: Drawing, sizes: Layout, y: float) -> float:
         top = y + row * 36
         d.text(sizes.keys - 50, top + 22, f"q = {query:g}", "label")
         cells = [
-            ("-inf", "off") if each == float("-inf") else (f"{each:g}", _kind(at))
-            for at, each in enumerate(scores[row])
+            ("-inf", "off") if score == float("-inf") else (f"{score:g}", _kind(at))
+            for at, score in enumerate(scores[row])
         ]
         d.row(sizes.keys, top, cells, w=CELL, h=30)
         if not sizes.lead:
@@ -178,8 +178,8 @@ def _scores(d: Drawing, sizes: Layout, y: float) -> float:
     for row in range(len(QUERIES)):
         top = y + row * 36
         cells = [
-            (f"{each:.2f}", "off" if not each else _kind(at))
-            for at, each in enumerate(weights[row])
+            (f"{weight:.2f}", "off" if not weight else _kind(at))
+            for at, weight in enumerate(weights[row])
         ]
         d.row(sizes.keys, top, cells, w=CELL, h=30)
         if not sizes.lead:

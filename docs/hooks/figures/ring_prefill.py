@@ -43,7 +43,7 @@ def draw_rank(d: Drawing, rank: int, left: int, width: int) -> None:
     for number in range(RANKS):
         owner, y = (rank - number) % RANKS, 52 + 118 * number
         kind = ("a", "b", "new")[owner]
-        d.row(left + width, y, [(f"k{each}", kind) for each in chunks_of(owner)], width)
+        d.row(left + width, y, [(f"k{key}", kind) for key in chunks_of(owner)], width)
         for index, chunk in enumerate(chunks_of(rank)):
             cells = [
                 (
