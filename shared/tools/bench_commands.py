@@ -241,9 +241,9 @@ def _leave(record: dict[str, Any]) -> None:
     console = Console(soft_wrap=True)
     ended, seconds = record["ended"], record["seconds"]
     faults = [
-        each["name"]
-        for each in record["workloads"]
-        if each["results"]["ours"]["status"] in ("wrong", "failed")
+        workload["name"]
+        for workload in record["workloads"]
+        if workload["results"]["ours"]["status"] in ("wrong", "failed")
     ]
     colour = "green" if record["complete"] and not faults else "yellow"
     console.print(f"[bold {colour}]{seconds:.0f} s: {ended}.[/]", highlight=False)

@@ -48,17 +48,17 @@ def choose_names(names: Sequence[str], suite: str) -> list[str]:
         ValueError: The suite is unknown, or none of its workloads has one of the names. The
             message lists similar names.
     """
-    known = [each["name"] for each in read_suite(suite)]
+    known = [stored["name"] for stored in read_suite(suite)]
     chosen = set()
     for name in names:
-        found = [each for each in known if fnmatchcase(each, name)]
+        found = [known_name for known_name in known if fnmatchcase(known_name, name)]
         if not found:
             raise ValueError(
                 f"workload = {name!r}: {nearest(name, known)}expected some of"
                 f" {', '.join(known)}, or a pattern such as 'decode-*'"
             )
         chosen.update(found)
-    return [each for each in known if not names or each in chosen]
+    return [known_name for known_name in known if not names or known_name in chosen]
 
 
 def find_implementations(name: str, known: Sequence[str]) -> list[str]:
@@ -67,7 +67,11 @@ def find_implementations(name: str, known: Sequence[str]) -> list[str]:
     Raises:
         ValueError: No library has the name.
     """
-    found = [each for each in known if each == name or each.startswith(f"{name}-")]
+    found = [
+        library
+        for library in known
+        if library == name or library.startswith(f"{name}-")
+    ]
     if not found:
         raise ValueError(
             f"implementations = {name!r}: expected some of {', '.join(known)}, torch"

@@ -12,9 +12,9 @@ from ..contract.operations import CONCEPTS
 
 def print_concepts(console: Console) -> None:
     """Print the name and the subject of every concept, one line per concept."""
-    width = max(len(each.name) for each in CONCEPTS)
-    for each in CONCEPTS:
-        line = f"[bold]{each.name:{width}}[/]  {each.summary}"
+    width = max(len(concept.name) for concept in CONCEPTS)
+    for concept in CONCEPTS:
+        line = f"[bold]{concept.name:{width}}[/]  {concept.summary}"
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"\nTo see one: pagetwin explain {CONCEPTS[0].name}", highlight=False)
 
@@ -26,10 +26,10 @@ def find_concept(name: str) -> str:
         KeyError: No concept has this name. The message names close ones.
     """
     wanted = name.strip().lower().replace("-", "_").replace(" ", "_")
-    names = [each.name for each in CONCEPTS]
+    names = [concept.name for concept in CONCEPTS]
     if wanted in names:
         return wanted
-    close = [each.name for each in CONCEPTS if wanted in each.operations]
+    close = [concept.name for concept in CONCEPTS if wanted in concept.operations]
     close = close or get_close_matches(wanted, names, 3, 0.6)
     words = [word.rstrip("s") for word in wanted.split("_") if len(word) > 2]
     close = close or [name for name in names if any(word in name for word in words)]

@@ -201,7 +201,7 @@ def check(
     )
     if not report.ok:
         _print_first_laws(report, wide)
-        if solution is None and any(each.raises for each in report.judged):
+        if solution is None and any(result.raises for result in report.judged):
             print(
                 "If the kernel is not meant to take an input that it raises for, declare so:"
                 f" pagetwin check {module} --probe"
@@ -221,7 +221,7 @@ def check_module(module: str, device: str | None) -> None:
 def _check_probe(given: set[str]) -> None:
     """Raise if an option is given that a probe would ignore."""
     if ignored := sorted(given - USED_BY_PROBE):
-        names = " and ".join(f"--{each.removesuffix('_file')}" for each in ignored)
+        names = " and ".join(f"--{option.removesuffix('_file')}" for option in ignored)
         raise WrongArgument(
             f"--probe tries calls and no laws: expected it without {names.replace('_', '-')}"
         )
@@ -304,18 +304,18 @@ def _table(report: "Report") -> Table:
     table.add_column("cases", justify="right")
     table.add_column("seconds", justify="right")
     area = ""
-    for each in report.results:
-        if str(each.status) == OUTSIDE or not _has_begun(each):
+    for result in report.results:
+        if str(result.status) == OUTSIDE or not _has_begun(result):
             continue
-        colour = COLOURS.get(str(each.status), "red")
-        if each.area != area:
-            area = each.area
+        colour = COLOURS.get(str(result.status), "red")
+        if result.area != area:
+            area = result.area
             table.add_row(f"[bold]{area.replace('_', ' ')}[/]")
         table.add_row(
-            f"  {each.law}",
-            f"[{colour}]{each.status}[/]",
-            each.count,
-            f"{each.seconds:.1f}",
+            f"  {result.law}",
+            f"[{colour}]{result.status}[/]",
+            result.count,
+            f"{result.seconds:.1f}",
         )
     return table
 
@@ -337,14 +337,14 @@ def _print_unfinished(report: "Report", console: Console) -> None:
     """Print the laws whose time was over, each with what held until then."""
     if report.unfinished:
         console.print(f"[yellow]not finished[/]: {len(report.unfinished)} laws")
-    waiting = [each.reason for each in report.unfinished if not _has_begun(each)]
+    waiting = [result.reason for result in report.unfinished if not _has_begun(result)]
     for reason, count in Counter(waiting).items():
         console.print(f"  {count}: {reason}", highlight=False, markup=False)
-    for each in filter(_has_begun, report.unfinished):
-        line = f"  {each.law}: {each.reason}"
+    for result in filter(_has_begun, report.unfinished):
+        line = f"  {result.law}: {result.reason}"
         console.print(line, highlight=False, markup=False)
-        if each.case:
-            console.print(f"    {each.case}", highlight=False, markup=False)
+        if result.case:
+            console.print(f"    {result.case}", highlight=False, markup=False)
 
 
 def print_notes(report: "Report", console: Console) -> None:
@@ -385,7 +385,7 @@ def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> Non
     if len(symptom.results) > 1:
         lines += [
             "laws that fail alike:",
-            *(f"  {each.law}" for each in symptom.results[1:]),
+            *(f"  {result.law}" for result in symptom.results[1:]),
         ]
     for line in lines:
         if line:
@@ -401,6 +401,6 @@ def _print_first_laws(report: "Report", console: Console) -> None:
 
     first = report.laws_to_look_at_first()
     console.print(f"[bold]{heading_of(first)}:[/]")
-    for index, each in enumerate(first, 1):
-        line = f"  {index}. {each.law}: {each.summary}"
+    for index, result in enumerate(first, 1):
+        line = f"  {index}. {result.law}: {result.summary}"
         console.print(line, highlight=False, markup=False)

@@ -39,7 +39,7 @@ def explain(concept: str, console: Console) -> None:
         heading = Text(f" {number}  {example.operation} ", style="reverse bold")
         console.print(heading)
         console.print(_tell(example, example_names(reference)))
-    names = [each.name for each in CONCEPTS]
+    names = [listed.name for listed in CONCEPTS]
     following = names[names.index(concept) + 1 :]
     console.print()
     modules = dict.fromkeys(

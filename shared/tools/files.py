@@ -47,7 +47,7 @@ def check_outputs(**paths: Path | None) -> None:
                 f"{before} and {option} are both {path}: expected two different files"
             )
     for option, path in given.items():
-        endings = [each for each in ENDINGS[option] if each != NO_ENDING]
+        endings = [ending for ending in ENDINGS[option] if ending != NO_ENDING]
         if path.suffix.lower() not in ENDINGS[option] and not _is_special(path):
             raise ValueError(
                 f"{option} = {path}: expected a file that ends in {' or '.join(endings)}"
@@ -113,13 +113,13 @@ def make_folder(option: str, path: Path) -> list[Path]:
         NotADirectoryError, PermissionError: As `check_folder`.
     """
     check_folder(option, path)
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        for each in missing:
-            if os.path.isdir(each):  # noqa: PTH112 - without an error for a long name
-                each.rmdir()
+        for folder in missing:
+            if os.path.isdir(folder):  # noqa: PTH112 - without an error for a long name
+                folder.rmdir()
         raise _cannot_create(option, path, str(error.strerror)) from None
     return missing
 

@@ -41,8 +41,8 @@ def render_page(report: "Report") -> str:
         drawn = {"tile", "blocks", "errors"}
         symptoms.append(
             {
-                name: Markup(each) if name in drawn else each
-                for name, each in words.items()
+                name: Markup(word) if name in drawn else word
+                for name, word in words.items()
             }
         )
     return environment.from_string(template).render(
@@ -58,7 +58,7 @@ def _other_sections(report: "Report") -> list[tuple[str, list[str]]]:
         ("Notes", report.notes),
         (
             "Laws that are not finished",
-            [f"{each.law}: {each.reason}" for each in report.unfinished],
+            [f"{result.law}: {result.reason}" for result in report.unfinished],
         ),
         (
             "Why laws are undeclared",
@@ -194,10 +194,10 @@ def draw_errors(picture: dict[str, Any]) -> str:
     from math import log10
 
     errors = [
-        [float("inf") if each == "inf" else float(each) for each in line]
+        [float("inf") if error == "inf" else float(error) for error in line]
         for line in picture["errors"]
     ]
-    finite = [each for line in errors for each in line if 0 < each < float("inf")]
+    finite = [error for line in errors for error in line if 0 < error < float("inf")]
     most = max(finite, default=1.0)
     # smaller errors are roundings
     least = max(min(finite, default=1.0), 1e-6 * most)
@@ -208,13 +208,13 @@ def draw_errors(picture: dict[str, Any]) -> str:
         y = 18 + token * 14
         if token % 4 == 0 or token == picture["token"]:
             body.append(_text(0, y + 11, f"t {token}"))
-        for head, each in enumerate(line):
+        for head, error in enumerate(line):
             share = 0.04
-            if each == float("inf"):
+            if error == float("inf"):
                 share = 1.0
-            elif least < each and most > least:
-                share = 0.08 + 0.92 * log10(each / least) / log10(most / least)
-            elif each == most:
+            elif least < error and most > least:
+                share = 0.08 + 0.92 * log10(error / least) / log10(most / least)
+            elif error == most:
                 share = 1.0
             x = LABELS + head * cell
             body.append(_rect(x, y, cell - 1, 13, "var(--key)", share))

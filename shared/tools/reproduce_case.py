@@ -30,10 +30,12 @@ def read_case(file: Path) -> tuple[str, str, str, str | None]:
             and node.func.id == "reproduce"
         ]
         implementation, law, case = map(ast.literal_eval, call.args)
-        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        given = {
+            keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords
+        }
     except (SyntaxError, ValueError, TypeError) as error:
         raise ValueError(wrong) from error
-    if not all(isinstance(each, str) for each in (implementation, law, case)):
+    if not all(isinstance(text, str) for text in (implementation, law, case)):
         raise ValueError(wrong)
     return implementation, law, case, given.get("device")
 
@@ -103,12 +105,12 @@ def reproduce_recorded(file: Path) -> None:
 
     case = result.case
     line(case.sentence)
-    line(", ".join(f"{name} {each}" for name, each in case.versions.items()))
+    line(", ".join(f"{name} {version}" for name, version in case.versions.items()))
     history = describe_history(case)
     if history:
         line("Steps with the blocks of that request:")
-        for each in history:
-            line(f"  {each}")
+        for told in history:
+            line(f"  {told}")
     if result.candidate:
         line(result.candidate)
     if result.still is None:

@@ -90,7 +90,7 @@ def write_traces(path: Path, report: "Report", seconds_of_a_case: float) -> None
 
     solution = read_solution(report.implementation)
     traces = judge_workloads(solution, report.device, seconds_of_a_case)
-    lines = [json.dumps(each) for each in with_laws(traces, report)]
+    lines = [json.dumps(trace) for trace in with_laws(traces, report)]
     write_text(path, "\n".join([*lines, ""]))
 
 

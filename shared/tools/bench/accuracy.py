@@ -85,7 +85,7 @@ def find_expected(inputs: Inputs) -> ExpectedRows:
     rows = choose_rows(inputs.workload)
     found = [_attend_alone(inputs, row) for row in rows]
     exact, same_dtype, sizes = (
-        torch.cat([each[part] for each in found]) for part in range(3)
+        torch.cat([row_values[part] for row_values in found]) for part in range(3)
     )
     return ExpectedRows(
         torch.tensor(rows, device=exact.device), exact, same_dtype, sizes

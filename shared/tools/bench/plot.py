@@ -79,7 +79,9 @@ def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
         "svg.hashsalt": "pagetwin",
     }
     rows = [
-        each for each in record["workloads"] if each["results"]["ours"].get("median_us")
+        workload
+        for workload in record["workloads"]
+        if workload["results"]["ours"].get("median_us")
     ]
     with matplotlib.rc_context(style):
         height = 1.9 + 0.31 * max(len(rows), 6)
@@ -107,9 +109,9 @@ def _draw_roofline(
     peak = ceilings["matmul_tflop_per_s"]
     read = ceilings["read_gb_per_s"] / 1e3
     dots = [
-        (number, each["flops"] / each["bytes"], each["results"]["ours"])
-        for number, each in enumerate(rows, 1)
-        if each["flops"]
+        (number, row["flops"] / row["bytes"], row["results"]["ours"])
+        for number, row in enumerate(rows, 1)
+        if row["flops"]
     ]
     ends = [intensity for _, intensity, _ in dots] or [1.0]
     begin, end = min(*ends, 1.0) / 2, max(*ends, peak / read) * 4
@@ -166,9 +168,9 @@ def _neighbours(
     found = []
     for group in groups:
         # logarithmic axes: the middle of two dots is their geometric mean
-        middle = math.prod(each[1] for each in group) ** (1 / len(group))
-        lowest = min(each[2] for each in group)
-        found.append((sorted(each[0] for each in group), middle, lowest))
+        middle = math.prod(point[1] for point in group) ** (1 / len(group))
+        lowest = min(point[2] for point in group)
+        found.append((sorted(point[0] for point in group), middle, lowest))
     return found
 
 
@@ -181,13 +183,13 @@ def _draw_shares(
     names = timed_names(record)
     has_floor = record["ceilings"] is not None
     seen = set()
-    for row, each in enumerate(rows):
+    for row, workload in enumerate(rows):
         times = {
-            name: each["results"][name]["median_us"]
+            name: workload["results"][name]["median_us"]
             for name in names
-            if each["results"][name]["status"] == "timed"
+            if workload["results"][name]["status"] == "timed"
         }
-        best = each["floor_us"] if has_floor else min(times.values())
+        best = workload["floor_us"] if has_floor else min(times.values())
         for name, us in times.items():
             seen.add(name)
             if name == "ours":
@@ -203,16 +205,18 @@ def _draw_shares(
                 markeredgecolor=colors["page"],
                 markeredgewidth=0.8,
             )
-        if each["published"] is not None:
+        if workload["published"] is not None:
             axes.plot(
-                best / each["published"]["us"],
+                best / workload["published"]["us"],
                 row,
                 "|",
                 ms=15,
                 mew=1.8,
                 color=colors["ink"],
             )
-    labels = [f"{each['name']}  {number}" for number, each in enumerate(rows, 1)]
+    labels = [
+        f"{workload['name']}  {number}" for number, workload in enumerate(rows, 1)
+    ]
     axes.set_yticks(range(len(rows)), labels)
     axes.tick_params(axis="y", length=0, labelcolor=colors["ink"])
     axes.invert_yaxis()

@@ -68,7 +68,7 @@ class Entry:
     @property
     def median(self) -> float | None:
         """The median microseconds of all runs, or None if it was not timed."""
-        times = [time for each in self.rounds for time in each]
+        times = [time for round_times in self.rounds for time in round_times]
         return statistics.median(times) if times else None
 
 
@@ -97,15 +97,15 @@ def workload_record(
     floor_us, floor_of = ceilings.floor(workload) if ceilings else (None, None)
     ours = entries["ours"]
     others = {
-        name: each
-        for name, each in entries.items()
-        if not _is_ours(name) and each.median is not None and not meaningless
+        name: entry
+        for name, entry in entries.items()
+        if not _is_ours(name) and entry.median is not None and not meaningless
     }
     best = _fastest(
         {
-            name: each
-            for name, each in others.items()
-            if each.same_work and each.within_budget
+            name: entry
+            for name, entry in others.items()
+            if entry.same_work and entry.within_budget
         }
     )
     found: dict[str, Any] = {
@@ -132,8 +132,8 @@ def workload_record(
         else _aim_record(workload, entries, best, meaningless),
         "published": None,
         "results": {
-            name: _entry_record(each, workload, floor_us)
-            for name, each in entries.items()
+            name: _entry_record(entry, workload, floor_us)
+            for name, entry in entries.items()
         },
     }
     best_known = best_published(published, workload.name) if published else None
@@ -170,7 +170,7 @@ def _aim_record(
 
 def _fastest(entries: dict[str, Entry]) -> str | None:
     """Return the name with the smallest median, or None if nothing was timed."""
-    medians = {name: each.median for name, each in entries.items()}
+    medians = {name: entry.median for name, entry in entries.items()}
     timed = {name: us for name, us in medians.items() if us is not None}
     return min(timed, key=lambda name: timed[name]) if timed else None
 
@@ -190,12 +190,14 @@ def _entry_record(
     median = entry.median
     if median is None:
         return found
-    times = [time for each in entry.rounds for time in each]
+    times = [time for round_times in entry.rounds for time in round_times]
     low, _, high = quartiles(times)
     return found | {
         "median_us": _rounded(median),
         "quartiles_us": [_rounded(low), _rounded(high)],
-        "rounds_us": [_rounded(statistics.median(each)) for each in entry.rounds],
+        "rounds_us": [
+            _rounded(statistics.median(round_times)) for round_times in entry.rounds
+        ],
         "runs": len(times),
         "graph": entry.graph,
         "same_work": entry.same_work,

@@ -76,9 +76,9 @@ class Benchmark:
         self.ended = "began"
         self.ceilings: Ceilings | None = None
         self.machine = describe_machine(settings.device)
-        self.missing = {each.name: each.missing() for each in self.libraries}
+        self.missing = {library.name: library.missing() for library in self.libraries}
         self.entries = {
-            workload.name: {each.name: Entry() for each in self.libraries}
+            workload.name: {library.name: Entry() for library in self.libraries}
             for workload in settings.workloads
         }
         self.seeds: dict[str, list[int]] = {
@@ -157,28 +157,28 @@ class Benchmark:
             return
         calls: dict[str, Callable[[], Any]] = {}
         eager: dict[str, Callable[[], Any]] = {}
-        for each in self.libraries:
-            entry = entries[each.name]
+        for library in self.libraries:
+            entry = entries[library.name]
             if not entry.is_open:
                 continue
             if turn == 0:
                 # what the record says if this library crashes the process
-                self.ended = f"stopped during {each.name} in {workload.name}"
+                self.ended = f"stopped during {library.name} in {workload.name}"
                 self._write()
             try:
-                found = self._check(each, inputs, expected, entry, stopwatch)
+                found = self._check(library, inputs, expected, entry, stopwatch)
             except Declined as reason:
                 entry.close(BenchStatus.DECLINED, str(reason))
             except (
                 Exception
             ) as error:  # a library may fail in any way, and the others continue
                 entry.close(BenchStatus.FAILED, _in_one_line(error))
-                self._check_device(each.name, workload)
+                self._check_device(library.name, workload)
             else:
                 if found is not None:
-                    calls[each.name] = found[0]
+                    calls[library.name] = found[0]
                     if stopwatch.on_gpu and entry.host_us is None:
-                        eager[each.name] = found[1]
+                        eager[library.name] = found[1]
         repeats = self.settings.repeats
         try:
             for name, host_us in time_hosts(eager, HOST_REPEATS, order).items():
@@ -278,7 +278,7 @@ class Benchmark:
             "settings": {
                 "device": settings.device,
                 "suite": settings.suite,
-                "workloads": [each.name for each in settings.workloads],
+                "workloads": [workload.name for workload in settings.workloads],
                 "rounds": settings.rounds,
                 "repeats": settings.repeats,
                 "seed": settings.seed,
@@ -293,14 +293,16 @@ class Benchmark:
                 "ceilings": self.published["ceilings"],
             },
             "implementations": {
-                each.name: {
-                    "title": each.title,
-                    "version": each.version(),
-                    "missing": self.missing[each.name] or None,
+                library.name: {
+                    "title": library.title,
+                    "version": library.version(),
+                    "missing": self.missing[library.name] or None,
                 }
-                for each in self.libraries
+                for library in self.libraries
             },
-            "workloads": [self._workload_record(each) for each in settings.workloads],
+            "workloads": [
+                self._workload_record(workload) for workload in settings.workloads
+            ],
         }
 
     def _why_meaningless(self) -> str | None:

@@ -78,7 +78,7 @@ def choose_settings(
     if limit is not None and not limit > 0:
         raise ValueError(f"limit = {limit:g}: expected seconds, more than 0")
     return BenchSettings(
-        workloads=tuple(each.tiny() if smoke else each for each in chosen),
+        workloads=tuple(workload.tiny() if smoke else workload for workload in chosen),
         device=device,
         implementations=tuple(implementations),
         rounds=rounds,

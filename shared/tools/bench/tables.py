@@ -16,8 +16,8 @@ def timed_names(record: Record) -> list[str]:
         name
         for name in record["implementations"]
         if any(
-            each["results"].get(name, {}).get("status") == "timed"
-            for each in record["workloads"]
+            workload["results"].get(name, {}).get("status") == "timed"
+            for workload in record["workloads"]
         )
     ]
 
@@ -80,14 +80,14 @@ def result_table(record: Record) -> Table:
     if record["published"] is not None:
         table.add_column("ours / published", justify="right")
     has_kernels = any(
-        "kernels" in each["results"]["ours"] for each in record["workloads"]
+        "kernels" in workload["results"]["ours"] for workload in record["workloads"]
     )
     if has_kernels:
         table.add_column("kernels of ours", style="dim")
-    for each in record["workloads"]:
-        cells = _cells(record, each, names)
+    for workload in record["workloads"]:
+        cells = _cells(record, workload, names)
         if has_kernels:
-            cells.append(kernel_words(each["results"]["ours"]))
+            cells.append(kernel_words(workload["results"]["ours"]))
         table.add_row(*cells)
     return table
 
@@ -110,12 +110,12 @@ def aim_rows(record: Record) -> list[list[str]]:
     A baseline's time is in parentheses if its error exceeds the error budget.
     """
     meaningless, rows = record["meaningless"], []
-    for each in record["workloads"]:
-        aim = each.get("aim")
+    for workload in record["workloads"]:
+        aim = workload.get("aim")
         if aim is None:
             continue
-        ours = each["results"]["ours"]
-        row = [each["name"], _cell_words(ours, meaningless)]
+        ours = workload["results"]["ours"]
+        row = [workload["name"], _cell_words(ours, meaningless)]
         name, value = aim["baseline"], aim["ratio"]
         if name is None:
             wanted = " or ".join(aim["named"]) or "any"
@@ -125,7 +125,9 @@ def aim_rows(record: Record) -> list[list[str]]:
             row.append(
                 name if is_named else f"{name}, without {', '.join(aim['named'])}"
             )
-            row.append(_cell_words(each["results"][name], _label(meaningless, name)))
+            row.append(
+                _cell_words(workload["results"][name], _label(meaningless, name))
+            )
         row.append("" if value is None else f"{value:.3f}")
         row.append(f"{aim['at_most']:.2f}")
         row.append({True: "yes", False: "no", None: ""}[aim["met"]])
@@ -151,7 +153,11 @@ def aim_table(record: Record) -> Table | None:
 
 def aim_words(record: Record) -> str:
     """Return how many aims are met, in one sentence."""
-    aims = [each["aim"]["met"] for each in record["workloads"] if each.get("aim")]
+    aims = [
+        workload["aim"]["met"]
+        for workload in record["workloads"]
+        if workload.get("aim")
+    ]
     compared = [met for met in aims if met is not None]
     words = f"{sum(compared)} of {len(aims)} aims are met"
     without = len(aims) - len(compared)
@@ -175,14 +181,14 @@ def aim_lines(record: Record) -> list[str]:
 def error_notes(record: Record) -> list[str]:
     """Return the errors of libraries that were timed outside of the error budget."""
     notes = []
-    for each in record["workloads"]:
-        ours = each["results"]["ours"].get("error")
-        for name, entry in each["results"].items():
+    for workload in record["workloads"]:
+        ours = workload["results"]["ours"].get("error")
+        for name, entry in workload["results"].items():
             if entry["status"] == "timed" and not entry.get("within_budget", True):
                 beside = "" if ours is None else f", ours {ours:.2g}"
                 notes.append(
-                    f"{name} in {each['name']}: its error exceeds the budget, because it rounds to"
-                    f" FP8; relative error {entry['error']:.2g}{beside}"
+                    f"{name} in {workload['name']}: its error exceeds the budget, because it"
+                    f" rounds to FP8; relative error {entry['error']:.2g}{beside}"
                 )
     return notes
 
@@ -239,9 +245,9 @@ def _ratio(value: float | None) -> str:
 def reasons(record: Record) -> list[str]:
     """Return why libraries were not timed, one line per reason."""
     found: dict[tuple[str, str, str], list[str]] = {}
-    for name, each in record["implementations"].items():
-        if each["missing"]:
-            found[name, "missing", each["missing"]] = []
+    for name, implementation in record["implementations"].items():
+        if implementation["missing"]:
+            found[name, "missing", implementation["missing"]] = []
     for workload in record["workloads"]:
         for name, entry in workload["results"].items():
             if entry["status"] in ("wrong", "failed", "declined"):
@@ -250,7 +256,7 @@ def reasons(record: Record) -> list[str]:
             elif entry["status"] == "not run":
                 key = (name, "not run", record["ended"])
                 found.setdefault(key, []).append(workload["name"])
-    every = [each["name"] for each in record["workloads"]]
+    every = [workload["name"] for workload in record["workloads"]]
     return [
         f"{name} {status}{_where(names, every)}: {reason}"
         for (name, status, reason), names in found.items()
@@ -259,7 +265,7 @@ def reasons(record: Record) -> list[str]:
 
 def _where(names: list[str], every: list[str]) -> str:
     """Return in which workloads, shorter if many are more than half of all."""
-    others = [each for each in every if each not in names]
+    others = [name for name in every if name not in names]
     if len(names) > MANY and len(names) > len(others):
         return f" in all but {', '.join(others)}" if others else " in all"
     return f" in {', '.join(names)}" if names else ""
@@ -320,11 +326,11 @@ def markdown_table(record: Record) -> list[str]:
         f"| {' | '.join(headings)} |",
         "|---|" + "---:|" * (len(headings) - 1),
     ]
-    for each in record["workloads"]:
-        ours = each["results"]["ours"]
-        cells = [each["name"]]
+    for workload in record["workloads"]:
+        ours = workload["results"]["ours"]
+        cells = [workload["name"]]
         for name in names:
-            entry = each["results"][name]
+            entry = workload["results"][name]
             cells.append(_cell_words(entry, _label(meaningless, name)))
         is_shown = ours["status"] == "timed" and not meaningless
         cells.append(
@@ -334,9 +340,9 @@ def markdown_table(record: Record) -> list[str]:
         )
         cells.append(f"{ours['host_us']:,.0f}" if is_shown else "")
         share = ours.get("share_of_ceiling")
-        cells.append("" if share is None else f"{share:.0%} ({each['floor_of']})")
-        value, known = each["ratio_to_best_peer"], each["published"]
-        cells.append("" if value is None else f"{value:.3f} ({each['best_peer']})")
+        cells.append("" if share is None else f"{share:.0%} ({workload['floor_of']})")
+        value, known = workload["ratio_to_best_peer"], workload["published"]
+        cells.append("" if value is None else f"{value:.3f} ({workload['best_peer']})")
         has_ratio = known is not None and known["ratio"] is not None
         cells.append(f"{known['ratio']:.3f} ({known['by']})" if has_ratio else "")
         lines.append(f"| {' | '.join(cells)} |")

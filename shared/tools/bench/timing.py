@@ -91,7 +91,7 @@ def time_hosts(
                 call()
             passed = time.perf_counter() - begin
             times[name].append(1e6 * passed / together[name])
-    return {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(runs) for name, runs in times.items()}
 
 
 class Stopwatch:
@@ -163,7 +163,7 @@ def time_interleaved(
         for name in names:
             started[name].append(stopwatch.start(calls[name]))
     stopwatch.wait()
-    return {name: [took() for took in each] for name, each in started.items()}
+    return {name: [took() for took in runs] for name, runs in started.items()}
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:

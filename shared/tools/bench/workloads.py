@@ -207,8 +207,8 @@ def load_workloads(suite: str = "standard") -> dict[str, Workload]:
     Raises:
         ValueError: The suite is not one of SUITES.
     """
-    found = [_parse(each) for each in read_suite(suite)]
-    return {each.name: each for each in found}
+    found = [_parse(stored) for stored in read_suite(suite)]
+    return {workload.name: workload for workload in found}
 
 
 def _parse(stored: dict[str, Any]) -> Workload:
@@ -216,7 +216,7 @@ def _parse(stored: dict[str, Any]) -> Workload:
         kv_lens = ragged_lens(stored["count"], **stored["ragged"])
         lens = [(1, kv) for kv in kv_lens]
     else:
-        lens = [pair for each in stored["lens"] for pair in _lens(each)]
+        lens = [pair for entry in stored["lens"] for pair in _lens(entry)]
     assert stored["kind"] in KINDS
     query_dtype = stored.get("query_dtype")
     optional = {
@@ -261,7 +261,7 @@ def _lens(entry: list[int] | dict[str, Any]) -> list[tuple[int, int]]:
         if isinstance(numbers, int):
             return [numbers] * count
         low, high = numbers
-        return [int(each) for each in random.integers(low, high, count)]
+        return [int(number) for number in random.integers(low, high, count)]
 
     news = draw(entry["new"])
     if "keys" in entry:

@@ -60,7 +60,7 @@ def puzzles(
         if not check:
             _write(folder, chosen)
             return
-        with_file = [each for each in chosen if each.name not in missing]
+        with_file = [puzzle for puzzle in chosen if puzzle.name not in missing]
         is_all_solved = _check(folder, with_file)
     if not is_all_solved:
         raise typer.Exit(DISAGREE)

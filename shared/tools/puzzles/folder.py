@@ -132,7 +132,7 @@ def write(folder: Path, puzzles: "Sequence[Puzzle]") -> list[Path]:
     except OSError:
         for file in (*temporary, *written):
             file.unlink(missing_ok=True)
-        for each in made:
-            each.rmdir()
+        for new_folder in made:
+            new_folder.rmdir()
         raise
     return files

@@ -102,7 +102,7 @@ def with_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(with_tensors(change, each) for each in value)
+        return type(value)(with_tensors(change, element) for element in value)
     return value
 
 

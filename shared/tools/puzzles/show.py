@@ -33,11 +33,11 @@ def show_answer(answer: CallResult, names: dict[str, Any]) -> list[str]:
 
 def show(name: str, value: Any) -> list[str]:
     """Return an argument or a result in one line, or in one line per row if it is longer."""
-    if isinstance(value, list) and any(isinstance(each, tuple) for each in value):
+    if isinstance(value, list) and any(isinstance(element, tuple) for element in value):
         return [
             line
-            for index, each in enumerate(value)
-            for line in show(f"{name}[{index}]", each)
+            for index, element in enumerate(value)
+            for line in show(f"{name}[{index}]", element)
         ]
     if isinstance(value, tuple):
         return [f"{name} = ({', '.join(map(_nested, value))})"]
@@ -59,5 +59,5 @@ def _nested(value: Tensor) -> str:
     if value.dim() == 0:
         return number(value)
     if value.dim() == 1 or value.numel():
-        return f"[{', '.join(_nested(each) for each in value)}]"
+        return f"[{', '.join(_nested(part) for part in value)}]"
     return f"empty, shape {list(value.shape)}"

@@ -238,7 +238,7 @@ def _contradiction(content: dict[str, Any]) -> str | None:
 
 
 def _is_list(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(type(each) is kind for each in value)
+    return isinstance(value, list) and all(type(element) is kind for element in value)
 
 
 def _read(content: dict[str, Any]) -> tuple[StoredStep, Violation]:

@@ -78,7 +78,7 @@ def _load(
     try:
         return load_implementation(name)
     except ModuleNotFoundError as error:
-        names = [each.lower() for each in backend_names()]
+        names = [name.lower() for name in backend_names()]
         raise ValueError(
             f"twin = {name!r} cannot be loaded ({error}): expected optimized,"
             f" {', '.join(names)}, or a package with the same operations"

@@ -124,13 +124,15 @@ class RanksTwin(ReplayTwin):
         """Return the step's attention, the heads of all ranks."""
         number = self._number(cache)
         heads = torch.split(inputs.query.cpu(), self._heads, dim=1)
-        found = self._call("attend", [(number, each.contiguous()) for each in heads])
+        found = self._call(
+            "attend", [(number, rank_heads.contiguous()) for rank_heads in heads]
+        )
         return torch.cat(found, dim=1).to(self.device)
 
     def _number(self, cache: Tensor) -> int:
         """Return the number of a cache, which the ranks map when it is used first."""
-        for number, (each, _) in enumerate(self._caches):
-            if each is cache:
+        for number, (mapped, _) in enumerate(self._caches):
+            if mapped is cache:
                 return number
         # sending a tensor moves it to shared memory
         shared = torch.empty_like(cache, device="cpu") if self._is_staged else cache
@@ -206,13 +208,13 @@ class _Rank:
             self.batch = self._prepare(self.latest, own[0])
             self.latest = None
         if self.is_staged:
-            for each, source in zip(own, shared, strict=True):
-                each.copy_(source)
+            for own_cache, source in zip(own, shared, strict=True):
+                own_cache.copy_(source)
         key, value = key.to(self.device), value.to(self.device)
         self.step.write(key, value, *own, self.batch)
         if self.is_staged:
-            for each, target in zip(own, shared, strict=True):
-                target.copy_(each)
+            for own_cache, target in zip(own, shared, strict=True):
+                target.copy_(own_cache)
 
     def attend(self, cache: int, query: Tensor) -> Tensor:
         """Return attention of this rank's heads."""

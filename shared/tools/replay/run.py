@@ -236,12 +236,18 @@ class Replay:
             sampled = next_tokens(output, self.sequences)
             self.scheduler.update_from_output(output, sampled)
             scheduled = output.scheduled_requests
-            counts = [each.num_scheduled_tokens for each in scheduled]
+            counts = [
+                scheduled_request.num_scheduled_tokens
+                for scheduled_request in scheduled
+            ]
             yield StepRecord(
                 step=step,
                 prefill_tokens=sum(count for count in counts if count > 1),
                 decode_tokens=counts.count(1),
-                recomputed_tokens=sum(each.num_recomputed_tokens for each in scheduled),
+                recomputed_tokens=sum(
+                    scheduled_request.num_recomputed_tokens
+                    for scheduled_request in scheduled
+                ),
                 prefix_hit_tokens=output.num_prefix_hit_tokens,
                 regained_tokens=output.num_regained_tokens,
                 running=running,
@@ -277,18 +283,21 @@ class Replay:
 
     def _batch(self, output: SchedulerOutput) -> ReplayBatch:
         by_number = {
-            each.request.request_id: each for each in output.scheduled_requests
+            scheduled_request.request.request_id: scheduled_request
+            for scheduled_request in output.scheduled_requests
         }
         rows = keep_rows(self.rows, list(by_number))  # type: ignore[arg-type]
         in_rows = [by_number[number] for number in rows]
-        counts = [each.num_scheduled_tokens for each in in_rows]
+        counts = [
+            scheduled_request.num_scheduled_tokens for scheduled_request in in_rows
+        ]
         run = self.reference.implementation
         order = run.reorder_batch_to_split_decodes_and_prefills(counts)
         self.rows = [rows[row] for row in order]
         return make_batch(
             counts,
-            [each.num_computed_tokens for each in in_rows],
-            [each.block_ids for each in in_rows],
+            [scheduled_request.num_computed_tokens for scheduled_request in in_rows],
+            [scheduled_request.block_ids for scheduled_request in in_rows],
             order,
             self.settings.block_size,
         )

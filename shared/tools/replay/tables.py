@@ -29,8 +29,10 @@ def _traffic(figures: Mapping[str, Any]) -> Table:
         f"at most {figures['running_at_most']} running,"
         f" {figures['waiting_at_most']} waiting",
     )
-    for each in scaled_lengths(figures):
-        table.add_row(each.name, f"{each.tokens:,}", each.words)
+    for scaled_length in scaled_lengths(figures):
+        table.add_row(
+            scaled_length.name, f"{scaled_length.tokens:,}", scaled_length.words
+        )
     table.add_row("prefill tokens", f"{tokens['prefill']:,}", "")
     table.add_row("decode tokens", f"{tokens['decode']:,}", "")
     table.add_row("recomputed tokens", f"{tokens['recomputed']:,}", "included above")

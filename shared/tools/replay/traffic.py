@@ -39,11 +39,13 @@ def next_tokens(
 ) -> dict[Hashable, int]:
     """Return the tokens that the requests of a step sample: the trace fixes them."""
     return {
-        each.request.request_id: int(
-            sequences[_number(each.request)][each.request.num_tokens]
+        scheduled_request.request.request_id: int(
+            sequences[_number(scheduled_request.request)][
+                scheduled_request.request.num_tokens
+            ]
         )
-        for each in output.scheduled_requests
-        if each.samples_token
+        for scheduled_request in output.scheduled_requests
+        if scheduled_request.samples_token
     }
 
 

@@ -102,7 +102,7 @@ class OursUnquantised(Ours):
         if self.name not in workload.baselines:
             raise Declined("the workload does not name it as a baseline")
         caches = [
-            each.to(workload.dtype) for each in (inputs.key_cache, inputs.value_cache)
+            cache.to(workload.dtype) for cache in (inputs.key_cache, inputs.value_cache)
         ]
         return super().prepare(
             replace(

@@ -61,8 +61,8 @@ def choose_libraries(
     Raises:
         ValueError: No library has one of the names.
     """
-    known = [each.name for each in libraries]
-    chosen = {each for each in known if each.split("-")[0] == "ours"}
+    known = [library.name for library in libraries]
+    chosen = {name for name in known if name.split("-")[0] == "ours"}
     for name in names:
         chosen.update(find_implementations(name, known))
-    return [each for each in libraries if not names or each.name in chosen]
+    return [library for library in libraries if not names or library.name in chosen]

@@ -77,7 +77,7 @@ def cases() -> Iterator[Case]:
             new_blocks = []
             for req, (held, new) in enumerate(rows):
                 table[req, :held] = torch.arange(10 * req + 1, 10 * req + 1 + held)
-                new_blocks.append([10 * req + 5 + each for each in range(new)])
+                new_blocks.append([10 * req + 5 + index for index in range(new)])
             yield {
                 "block_table": table,
                 "num_blocks": torch.tensor(

@@ -103,7 +103,7 @@ def right(
     blocks = [len(range(0, length, block_size)) for length in encoder_lens.tolist()]
     found = (starts, encoder_lens.tolist(), new, blocks)
     first, keys, written, needed = (
-        torch.tensor(each, dtype=torch.int32) for each in found
+        torch.tensor(numbers, dtype=torch.int32) for numbers in found
     )
     return first, keys, written, needed
 

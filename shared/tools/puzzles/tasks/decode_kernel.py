@@ -121,7 +121,7 @@ def case_of(sizes: Sizes, is_poisoned: bool) -> Case:
     lens, block_size, kv_heads, group, size = sizes
     needed = [-(-length // block_size) for length in lens]
     num_blocks = sum(needed) + 2
-    ids = [(3 * each + 2) % num_blocks for each in range(num_blocks)]
+    ids = [(3 * block + 2) % num_blocks for block in range(num_blocks)]
     if len(set(ids)) < num_blocks:
         ids = list(range(num_blocks))[::-1]
     seed = 100 * sum(lens) + 10 * block_size + 3 * kv_heads + group + size

@@ -92,7 +92,7 @@ def cases() -> Iterator[Case]:
 def in_slot_order(**case: Any) -> tuple[Tensor, Tensor]:
     """Return the first slots of the cache."""
     caches = case["key_cache"], case["value_cache"]
-    key, value = (each.flatten(0, 1)[: case["seq_len"]] for each in caches)
+    key, value = (cache.flatten(0, 1)[: case["seq_len"]] for cache in caches)
     return key, value
 
 

@@ -108,7 +108,7 @@ def weighted(weights_of: Callable[[Tensor], Tensor]) -> Function:
 
     def wrong(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         group = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(group, 1) for each in (key, value))
+        key, value = (states.repeat_interleave(group, 1) for states in (key, value))
         scores = scale * torch.einsum("qhd,khd->hqk", query, key)
         return torch.einsum("hqk,khd->qhd", weights_of(scores), value)
 
