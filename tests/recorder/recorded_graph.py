@@ -144,7 +144,7 @@ class CapturedSteps:
             blocks[length // BLOCK] * BLOCK + length % BLOCK
             for length, blocks in zip(self.lens, self.blocks, strict=True)
         ]
-        self.lens = [each + 1 for each in self.lens]
+        self.lens = [length + 1 for length in self.lens]
         self.seq_lens.copy_(torch.tensor(self.lens))
         self.slots[:REQUESTS] = torch.tensor(slots)
         self.inputs.copy_(torch.randn(self.inputs.shape, generator=self.draw))

@@ -124,7 +124,9 @@ class SmallEngine:
             [KVCacheTensor(size, [name]) for name in specs],
             [KVCacheGroupSpec(specs, first)],
         )
-        backends = {name: each.get_attn_backend() for name, each in self.layers.items()}
+        backends = {
+            name: layer.get_attn_backend() for name, layer in self.layers.items()
+        }
         self.run.init_kv_cache(self.layers, caches, backends, "cpu")
         self.builder = backend.get_builder_cls()(first, list(specs), "cpu")
         self.stale: dict[Any, list[int]] = {}
@@ -151,19 +153,20 @@ class SmallEngine:
             output.scheduled_requests, key=lambda each: each.num_scheduled_tokens > 1
         )
         common = self.run.build_common_attn_metadata(
-            [each.num_scheduled_tokens for each in scheduled],
-            [each.num_computed_tokens for each in scheduled],
+            [scheduled_request.num_scheduled_tokens for scheduled_request in scheduled],
+            [scheduled_request.num_computed_tokens for scheduled_request in scheduled],
             self.rows(scheduled, output),
             self.settings.block_size,
         )
         common = self.padded(common)
         metadata = self.builder.build(0, common)
         numbers = [
-            7 * each.request.num_prompt_tokens + position
-            for each in scheduled
+            7 * scheduled_request.request.num_prompt_tokens + position
+            for scheduled_request in scheduled
             for position in range(
-                each.num_computed_tokens,
-                each.num_computed_tokens + each.num_scheduled_tokens,
+                scheduled_request.num_computed_tokens,
+                scheduled_request.num_computed_tokens
+                + scheduled_request.num_scheduled_tokens,
             )
         ]
         rows = torch.zeros(common.slot_mapping.shape[0], HEADS + 2 * KV_HEADS, SIZE)
@@ -172,9 +175,9 @@ class SmallEngine:
             query, key, value = rows.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
             layer(query.flatten(1), key.flatten(1), value.flatten(1), metadata)
         sampled = {
-            each.request.request_id: 1 + self.steps % 50
-            for each in output.scheduled_requests
-            if each.samples_token
+            scheduled_request.request.request_id: 1 + self.steps % 50
+            for scheduled_request in output.scheduled_requests
+            if scheduled_request.samples_token
         }
         self.scheduler.update_from_output(output, sampled)
         return output
@@ -183,18 +186,22 @@ class SmallEngine:
         self, scheduled: Sequence[Any], output: SchedulerOutput
     ) -> list[list[int]]:
         """Return the rows of the block table, stale after a preemption if that bug is planted."""
-        rows = [list(each.block_ids) for each in scheduled]
+        rows = [list(scheduled_request.block_ids) for scheduled_request in scheduled]
         if self.settings.bug == "stale row" and self.steps >= self.settings.bug_from:
-            for index, each in enumerate(scheduled):
-                old = self.stale.get(each.request.request_id, [])
+            for index, scheduled_request in enumerate(scheduled):
+                old = self.stale.get(scheduled_request.request.request_id, [])
                 stale = old[: len(rows[index])]
-                if each.request.num_preemptions and len(stale) == len(rows[index]):
+                if scheduled_request.request.num_preemptions and len(stale) == len(
+                    rows[index]
+                ):
                     if stale != rows[index]:
                         self.note_bug()
                     rows[index] = stale
-        for each in scheduled:
-            if not each.request.num_preemptions:
-                self.stale[each.request.request_id] = list(each.block_ids)
+        for scheduled_request in scheduled:
+            if not scheduled_request.request.num_preemptions:
+                self.stale[scheduled_request.request.request_id] = list(
+                    scheduled_request.block_ids
+                )
         return rows
 
     def padded(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:

@@ -54,7 +54,7 @@ def recorded_engine(folder: Path, every: int = 1, **given: Any) -> SmallEngine:
 
 
 def found(recorder: Recorder) -> list[str]:
-    return [each.law for each in recorder.findings]
+    return [finding.law for finding in recorder.findings]
 
 
 def stored(folder: Path) -> list[Path]:
@@ -118,7 +118,7 @@ def test_a_stored_case_is_reproduced_without_the_engine(
     while not engine.recorder.findings:
         with suppress(ValueError):
             engine.step()
-    (path,) = [each for each in stored(tmp_path) if law.replace(" ", "-") in each.name]
+    (path,) = [file for file in stored(tmp_path) if law.replace(" ", "-") in file.name]
     result = reproduce_case(path)
     assert result.still is not None and result.still.law == law
     printed = CliRunner().invoke(app, ["reproduce", str(path)])
@@ -158,9 +158,9 @@ def test_a_stray_write_to_a_full_block_is_found_by_its_content(tmp_path: Path) -
         before = len(engine.recorder._samples._watched)
         engine.step()
         if before and not engine.recorder.findings and engine.steps > BUG_FROM:
-            for each in engine.recorder._samples._next_watched:
-                if each.layer == "layers.0.attn":
-                    layer.kv_cache[1, each.block_id, 0] += 1
+            for watched in engine.recorder._samples._next_watched:
+                if watched.layer == "layers.0.attn":
+                    layer.kv_cache[1, watched.block_id, 0] += 1
         if engine.recorder.findings:
             break
     assert found(engine.recorder)[0] == "unchanged blocks"
@@ -179,12 +179,12 @@ def heads_first(key: Any, value: Any, *caches: Any, **scales: Any) -> None:
     """Write blocks of [slots, heads, size] as if they were [heads, slots, size]."""
     *caches, slots = caches
     other = [
-        each.as_strided(
-            each.shape,
-            (each.stride(0), each.shape[3], each.shape[1] * each.shape[3], 1),
-            each.storage_offset(),
+        cache.as_strided(
+            cache.shape,
+            (cache.stride(0), cache.shape[3], cache.shape[1] * cache.shape[3], 1),
+            cache.storage_offset(),
         )
-        for each in caches
+        for cache in caches
     ]
     REFERENCE.reshape_and_cache(key, value, *other, slots, **scales)
 
@@ -207,7 +207,7 @@ def test_the_replay_shows_a_stale_row_to_its_recorder(tmp_path: Path) -> None:
 
     def stale(**given: Any) -> CommonAttentionMetadata:
         steps[0] += 1
-        given["block_rows"] = [list(each) for each in given["block_rows"]]
+        given["block_rows"] = [list(row) for row in given["block_rows"]]
         if steps[0] == 9:
             given["block_rows"][0] = given["block_rows"][0][::-1]
         built: CommonAttentionMetadata = REFERENCE.build_common_attn_metadata(**given)
@@ -309,7 +309,8 @@ def test_float32_rows_with_large_scores_have_a_larger_budget(drops: bool) -> Non
         cache, values = (torch.randn(7, 16, 2, 64, generator=generator) for _ in "kv")
         query = torch.randn(1, 4, 64, generator=generator) * 8
         key, value = (
-            each.flatten(0, 1)[:109].repeat_interleave(2, 1) for each in (cache, values)
+            states.flatten(0, 1)[:109].repeat_interleave(2, 1)
+            for states in (cache, values)
         )
         # a correct sum in another order than that of torch
         score = torch.zeros(4, 109)
@@ -389,7 +390,7 @@ def test_rows_of_large_scores_that_are_wrong_are_found(
     query = torch.zeros(1, 2, 8)
     query[..., 0] = 1e4
     options = AttentionOptions(**OF_LARGE_SCORES[kind])
-    tensors = [each.to(dtype) for each in (query, cache, values)]
+    tensors = [tensor.to(dtype) for tensor in (query, cache, values)]
     common = REFERENCE.build_common_attn_metadata([1], [30], [[0, 1, 2]], 16)
     step = StepCopy(step_tensors(common, 16), 1, "layers").wait(None)
     run = unvalidated("paged_attention")
@@ -501,12 +502,12 @@ def test_a_recorder_says_that_it_is_on_and_what_it_has_checked(
         engine.step()
     recorder.finish()
     # sampled steps 1, 2 and 4 of the six
-    assert [each.split(";")[0] for each in caplog.messages] == [
+    assert [message.split(";")[0] for message in caplog.messages] == [
         f"flight recorder: steps checked: {steps}, sampled: {sampled}"
         for steps, sampled in ((1, 1), (5, 2), (13, 4))
     ]
     checked = r"cache writes \d+, rows of attention \d+, blocks \d+; violations: 0$"
-    assert all(re.search(checked, each) for each in caplog.messages)
+    assert all(re.search(checked, message) for message in caplog.messages)
 
 
 def test_a_recorder_that_shall_stop_the_engine_raises(tmp_path: Path) -> None:
@@ -653,11 +654,11 @@ def test_layers_are_wrapped_if_the_environment_says_so_and_not_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = SmallEngine(EngineSettings())
-    backends = {each.attn_backend for each in engine.layers.values()}
+    backends = {layer.attn_backend for layer in engine.layers.values()}
     assert backends == set(REFERENCE.backends)
     monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
     engine = SmallEngine(EngineSettings())
-    (backend,) = {each.attn_backend for each in engine.layers.values()}
+    (backend,) = {layer.attn_backend for layer in engine.layers.values()}
     engine.builder = backend.get_builder_cls()(
         engine.builder.kv_cache_spec, list(engine.layers), "cpu"
     )
@@ -729,9 +730,11 @@ def test_ten_thousand_clean_steps_raise_nothing(tmp_path: Path) -> None:
             engine.add(
                 [
                     Request(
-                        f"{seed}-{each.request_id}", each.token_ids, each.max_tokens
+                        f"{seed}-{request.request_id}",
+                        request.token_ids,
+                        request.max_tokens,
                     )
-                    for each in requests(40, seed)
+                    for request in requests(40, seed)
                 ]
             )
         engine.step()

@@ -93,7 +93,9 @@ def test_the_schedulers_output_tells_rows_changed_blocks_and_freed_requests(
         lambda ids, step: changed.append([*ids, step]),
     )
     one, other = Request("a", [1], 2), Request("b", [1], 2)
-    scheduled = [ScheduledRequest(each, 3, 2, 0, [4, 5], True) for each in (one, other)]
+    scheduled = [
+        ScheduledRequest(request, 3, 2, 0, [4, 5], True) for request in (one, other)
+    ]
     recorder.step = 7
     output = SchedulerOutput(scheduled, [9], [(1, 2)], ["p"])
     recorder.schedule_output(output, 4)
@@ -174,7 +176,7 @@ def test_a_replay_without_a_step_or_tokens_is_not_compared(
     monkeypatch.setattr(recorder._graphs, "replayed", lambda: copies)
     recorder.begin_step(tensors())
     recorder.finish()
-    assert [each.group for each, _ in compared] == ["layers"] and recorder.is_on
+    assert [replay.group for replay, _ in compared] == ["layers"] and recorder.is_on
     for _ in range(4):
         recorder.begin_step(tensors(query_start_loc=torch.zeros(3, dtype=torch.int64)))
     recorder.finish()

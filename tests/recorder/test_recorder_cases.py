@@ -82,7 +82,7 @@ def test_the_stored_steps_have_no_gap(
     place.mkdir()
     own = stored(ring=(step(2), large, step(4)))
     kept = load_case(save_case(place, own, alone + 10_000))
-    assert [each.number for each in kept.ring] == [4]
+    assert [ring_step.number for ring_step in kept.ring] == [4]
 
 
 def test_a_case_is_loaded_on_the_host_without_running_code_or_warnings(

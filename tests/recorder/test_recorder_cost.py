@@ -62,7 +62,7 @@ def test_a_graph_gets_five_small_kernels_whatever_its_layers(
             monkeypatch.setattr(recorder, "begin_capture", lambda tensors: None)
         CapturedSteps(recorder, graph, layers=3)
         names = [str(function) for function, *_ in graph._calls]
-        counts.append(Counter(each for each in names if each.startswith("aten.")))
+        counts.append(Counter(name for name in names if name.startswith("aten.")))
     assert counts[1] - counts[0] == {
         "aten.index_select.default": 4,
         "aten.add_.Tensor": 1,
@@ -104,7 +104,7 @@ def test_right_rows_are_computed_once_and_others_are_judged_by_their_budget() ->
     """The smallest budget needs the exact result alone, and right rows are within it."""
     torch.manual_seed(0)
     tensors, given = one_step(6, 40, 1)
-    given = {name: each.numbers for name, each in given.items()}
+    given = {name: sample.numbers for name, sample in given.items()}
     host = StepCopy(tensors, 1, "layers").wait(None)
     types: list[Any] = []
 
@@ -138,7 +138,7 @@ def test_rows_that_the_scheduler_gave_are_compared_with_it_alone(
     def check_again(_: Any) -> None:
         raise AssertionError("a law that follows from the scheduler's rows is checked")
 
-    laws = [check_again if each in LAWS_OF_ROWS else each for each in LAWS]
+    laws = [check_again if law in LAWS_OF_ROWS else law for law in LAWS]
     monkeypatch.setattr(bookkeeping, "LAWS", tuple(laws))
     monkeypatch.setattr(bookkeeping, "LAWS_OF_ROWS", (check_again,))
     recorder = Recorder(RecorderSettings(tmp_path, sample_every=8))
@@ -169,10 +169,10 @@ def test_a_block_outside_of_the_cache_is_found_although_the_scheduler_gave_it(
         recorder.schedule(rows, BLOCK)
         recorder.begin_step(tensors)
         if not number:
-            recorder.wrote("layer", *(given[each].numbers for each in names))
+            recorder.wrote("layer", *(given[name].numbers for name in names))
     recorder.finish()
     assert recorder.is_on
-    assert [each.law for each in recorder.findings] == ["block ids"]
+    assert [finding.law for finding in recorder.findings] == ["block ids"]
 
 
 @pytest.mark.parametrize("slot", [-2, 2 * 3 * BLOCK])
@@ -185,10 +185,10 @@ def test_a_slot_outside_of_the_cache_is_found_and_no_write_is_looked_for_there(
     names = ("key", "value", "key_cache", "value_cache")
     recorder = Recorder(RecorderSettings(tmp_path))
     recorder.begin_step(tensors)
-    recorder.wrote("layer", *(given[each].numbers for each in names))
+    recorder.wrote("layer", *(given[name].numbers for name in names))
     recorder.finish()
     assert recorder.is_on and recorder.checked["writes"] == 1
-    assert [each.law for each in recorder.findings] == ["slots"]
+    assert [finding.law for finding in recorder.findings] == ["slots"]
 
 
 def test_rows_of_right_steps_are_compared_as_one_array(

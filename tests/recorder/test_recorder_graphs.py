@@ -52,14 +52,14 @@ def captured_decoder(
 
 
 # the reference rejects two tokens with one slot
-@pytest.mark.parametrize("fault", [each for each in script.FAULTS if each != "slot"])
+@pytest.mark.parametrize("fault", [fault for fault in script.FAULTS if fault != "slot"])
 def test_each_fault_of_a_captured_step_is_found_in_its_step(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder, model = captured_decoder(tmp_path, monkeypatch)
     first = script.replay(recorder, model, fault, due=17, steps=18)
     assert first == script.FAULTS[fault]
-    cases = [each.name.split("-", 3)[3] for each in tmp_path.glob("*.pt")]
+    cases = [path.name.split("-", 3)[3] for path in tmp_path.glob("*.pt")]
     expected = f"step-17-{first.replace(' ', '-')}.pt"
     assert expected in cases if fault else not cases
     assert recorder.checked["rows"] == recorder.checked["writes"] == 18 * 2

@@ -40,8 +40,8 @@ def group(
 def found(*steps: ScheduledGroup) -> str:
     """Return what a ledger with one group finds in the last of several steps."""
     ledger = Ledger()
-    for each in steps[:-1]:
-        assert ledger.schedule({0: each}) is None
+    for step in steps[:-1]:
+        assert ledger.schedule({0: step}) is None
     finding = ledger.schedule({0: steps[-1]})
     return "" if finding is None else finding.found
 
@@ -103,15 +103,15 @@ def test_a_request_may_join_with_a_prefix_that_is_computed_in_the_same_step(
     finding = ledger.schedule({0: ScheduledGroup(rows, BLOCK)})
     assert (finding is None) == is_right
     recorder = Recorder(RecorderSettings(tmp_path))
-    computed = [each.num_computed_tokens for each in rows]
+    computed = [row.num_computed_tokens for row in rows]
     common = REFERENCE.build_common_attn_metadata(
-        [each.num_scheduled_tokens for each in rows],
+        [row.num_scheduled_tokens for row in rows],
         computed,
-        [list(each.block_ids) for each in rows],
+        [list(row.block_ids) for row in rows],
         BLOCK,
     )
     recorder.begin_step(step_tensors(common, BLOCK))
-    laws = [each.law for each in recorder.findings]
+    laws = [finding.law for finding in recorder.findings]
     expected = "one writer" if computed[1] == 6 else "shared blocks"
     assert recorder.is_on and laws == ([] if is_right else [expected])
 
@@ -190,7 +190,11 @@ class Pool:
     def add(self, name: str) -> None:
         """Add a request, which may share the full blocks of another one."""
         self.rows[name], self.computed[name] = {"full": [], "window": []}, 0
-        others = [each for each, done in self.computed.items() if done >= 2 * BLOCK]
+        others = [
+            other_name
+            for other_name, done in self.computed.items()
+            if done >= 2 * BLOCK
+        ]
         if not others or self._draw.random() < 0.5:
             return
         donor = self._draw.choice(others)
@@ -221,7 +225,7 @@ class Pool:
         given = {}
         for kind, window in (("full", None), ("window", WINDOW)):
             rows = {
-                each: (self.computed[each], self.rows[each][kind]) for each in names
+                name: (self.computed[name], self.rows[name][kind]) for name in names
             }
             given[kind] = group(rows, window)
         return given
@@ -240,7 +244,7 @@ def test_a_correct_scheduler_of_two_groups_violates_no_law(seed: int) -> None:
         if draw.random() < 0.4:
             pool.add(f"r{number}")
         # a request that already runs gives up blocks before a new one takes them
-        names = [each for each in pool.rows if draw.random() < 0.8]
+        names = [name for name in pool.rows if draw.random() < 0.8]
         for name in names:
             pool.schedule(name)
         ledger.free(freed)
@@ -249,9 +253,9 @@ def test_a_correct_scheduler_of_two_groups_violates_no_law(seed: int) -> None:
             pool.computed[name] += 1
     held = Counter(
         block
-        for each in ledger._groups.values()
-        for name in each.rows
-        for block in each.held(name)
+        for scheduled_group in ledger._groups.values()
+        for name in scheduled_group.rows
+        for block in scheduled_group.held(name)
     )
     assert held == Counter(ledger._holders)
     assert ledger._shared == {block for block, count in held.items() if count > 1}
@@ -274,10 +278,10 @@ def run_step(recorder: Recorder, scheduled: dict[str, Any], stale: str | None) -
     )
     for name, rows in scheduled.items():
         names = [*reversed(rows)]
-        table = [[*rows[each][1], 0] for each in names]
+        table = [[*rows[name][1], 0] for name in names]
         if name == stale:
             table[names.index("a")][1] = 20
-        computed = [rows[each][0] for each in names]
+        computed = [rows[name][0] for name in names]
         common = REFERENCE.build_common_attn_metadata(
             [1] * len(computed), computed, table, BLOCK
         )
@@ -296,7 +300,7 @@ def test_a_stale_row_of_either_group_is_found(
         "window": {"a": (9, [6, 7, 8]), "b": (5, [9, 10])},
     }
     run_step(recorder, scheduled, stale)
-    laws = [(each.law, each.request_id) for each in recorder.findings]
+    laws = [(finding.law, finding.request_id) for finding in recorder.findings]
     assert laws == ([] if stale is None else [("block table", "a")])
     assert recorder.is_on
 
@@ -312,7 +316,7 @@ def test_groups_that_the_scheduler_is_not_known_of_are_checked_by_the_other_laws
     assert recorder.is_on and recorder.findings == []
     common.slot_mapping[0] += 1
     recorder.begin_step(tensors)
-    assert [each.law for each in recorder.findings] == ["slots"]
+    assert [finding.law for finding in recorder.findings] == ["slots"]
 
 
 def spec(name: str, **fields: Any) -> Any:
@@ -329,8 +333,8 @@ def worker(*specs: Any, has_drafts: bool = False, is_async: bool = False) -> Any
         is_async: whether a step is scheduled before the one before it has ended.
     """
     groups = [
-        SimpleNamespace(kv_cache_spec=each, layer_names=[str(index)])
-        for index, each in enumerate(specs)
+        SimpleNamespace(kv_cache_spec=kv_cache_spec, layer_names=[str(index)])
+        for index, kv_cache_spec in enumerate(specs)
     ]
     config = SimpleNamespace(kv_cache_groups=groups)
     return SimpleNamespace(
@@ -368,8 +372,8 @@ def test_groups_of_paged_attention_are_compared(
     specs: list[Any], expected: Any
 ) -> None:
     groups = comparable_groups(worker(*specs))
-    assert [(each.number, each.window) for each in groups] == expected
-    assert all(each.block_size == BLOCK for each in groups)
+    assert [(own_group.number, own_group.window) for own_group in groups] == expected
+    assert all(own_group.block_size == BLOCK for own_group in groups)
 
 
 @pytest.mark.parametrize(
@@ -466,7 +470,7 @@ def test_a_block_that_was_given_up_may_change(
     cache[7, 0] = 1.0
     attend(recorder, cache, [7, 8, 9], computed, WINDOW)
     recorder.finish()
-    found = [each.law for each in recorder.findings if each.law != "attention"]
+    found = [finding.law for finding in recorder.findings if finding.law != "attention"]
     assert recorder.is_on and found == laws
 
 
@@ -483,5 +487,5 @@ def test_a_block_that_the_engine_fills_between_two_steps_may_change(
     cache[7] = 1.0
     attend(recorder, cache, [7, 8], 5)
     recorder.finish()
-    found = [each.law for each in recorder.findings if each.law != "attention"]
+    found = [finding.law for finding in recorder.findings if finding.law != "attention"]
     assert recorder.is_on and found == ([] if is_told else ["unchanged blocks"])

@@ -38,7 +38,7 @@ BLOCK, BLOCKS = 16, 12
 DECODE_TOKENS = 2
 """Most new tokens of a request that is a decode."""
 ROWS = [[7, 2], [3, 9], [5, 1]]
-LAYERS = [f"model.layers.{each}.attn" for each in range(2)]
+LAYERS = [f"model.layers.{index}.attn" for index in range(2)]
 
 
 @dataclass
@@ -251,7 +251,7 @@ class Engine:
         dtype = torch.uint8 if "fp8" in kv_cache_dtype else torch.float32
         shape = (BLOCKS, BLOCK, RANK + ROPE)
         self.caches = [torch.zeros(shape, dtype=dtype) for _ in LAYERS]
-        layers = {each.layer_name: each for each in self.layers} if known else {}
+        layers = {layer.layer_name: layer for layer in self.layers} if known else {}
         config = SimpleNamespace(
             compilation_config=SimpleNamespace(static_forward_context=layers),
             parallel_config=SimpleNamespace(**parallel),
@@ -282,7 +282,9 @@ class Engine:
         )
         for req in used:
             self.computed[req] += new[req]
-        return [self.forward(each, metadata, slots) for each in range(len(self.layers))]
+        return [
+            self.forward(index, metadata, slots) for index in range(len(self.layers))
+        ]
 
     def forward(self, index: int, metadata: Any, slots: Tensor) -> Any:
         """Write the latents of a layer, and attend to them; return the rows of the decodes."""
@@ -352,9 +354,9 @@ def test_the_layers_have_vllms_names_and_otherwise_numbers(tmp_path: Path) -> No
     checks = recorder(tmp_path)
     engine = Engine(recorded_backend(Backend, checks), known=False)
     engine.serve()
-    names = [each.impl.recorded_name for each in engine.layers]
+    names = [layer.impl.recorded_name for layer in engine.layers]
     assert checks._samples.layers == names and len(set(names)) == 2
-    assert all(each.startswith("latent layer ") for each in names)
+    assert all(name.startswith("latent layer ") for name in names)
 
 
 @pytest.mark.parametrize(
@@ -449,12 +451,12 @@ def test_decodes_of_fp8_queries_are_not_recomputed_and_their_blocks_are_watched(
     assert checks.is_on and checks.findings == []
     assert (checks.checked["writes"], checks.checked["rows"]) == (WRITES, 0)
     assert checks.checked["blocks"] > 0
-    for each in engine.caches:
-        each[ROWS[0][0]] += 1
+    for cache in engine.caches:
+        cache[ROWS[0][0]] += 1
     engine.step(1, 1, 1)
     engine.step(1, 1, 1)
     checks.finish()
-    assert [each.law for each in checks.findings] == ["unchanged blocks"]
+    assert [finding.law for finding in checks.findings] == ["unchanged blocks"]
 
 
 def test_a_scale_that_the_write_drops_is_found(
@@ -500,7 +502,7 @@ def test_steps_of_which_layers_have_a_part_are_left_alone(
     checks.finish()
     assert checks.is_on and not checks.is_attached
     assert set(checks.checked.values()) == {0}
-    [line] = [each for each in caplog.messages if "are not checked" in each]
+    [line] = [message for message in caplog.messages if "are not checked" in message]
     assert reason in line and LAYERS[0] in line
 
 
@@ -589,7 +591,7 @@ def test_rows_of_latents_are_compared_with_the_schedulers(
     spec: Any, expected: list[int]
 ) -> None:
     groups = comparable_groups(Worker(spec))
-    assert [each.block_size for each in groups] == expected
+    assert [group.block_size for group in groups] == expected
 
 
 def test_layers_that_are_left_alone_have_no_group(tmp_path: Path) -> None:
@@ -694,8 +696,10 @@ def test_a_graph_copies_rows_of_both_parts_of_a_query(
         graph.replay()
         checks.finish()
         assert checks.checked["rows"] - rows == 2 * (number + 1)
-        assert [each.law for each in checks.findings] == ["attention"] * (number >= 4)
-        engine.computed = [each + 1 for each in engine.computed]
+        assert [finding.law for finding in checks.findings] == ["attention"] * (
+            number >= 4
+        )
+        engine.computed = [length + 1 for length in engine.computed]
         after = REFERENCE.build_common_attn_metadata(
             [1, 1], engine.computed[:2], ROWS[:2], BLOCK
         )
@@ -776,7 +780,7 @@ def test_the_plugins_own_classes_are_recorded(
         checks.finish()
         laws = {None: [], "rope": ["cache write"], "keys": ["attention"]}
         assert checks.is_on
-        assert [each.law for each in checks.findings] == laws[bug]
+        assert [finding.law for finding in checks.findings] == laws[bug]
         assert checks.checked["writes"] == 4 + 3 + 4 + 3
         assert checks.checked["rows"] == 3 + 3 + 3
 

@@ -197,7 +197,7 @@ def write(
     key_cache, value_cache = caches(dtype)
     slots = STEP.slot_mapping.tolist()
     key, value = (
-        each.float().flatten(0, 1)[slots] for each in (key_cache, value_cache)
+        cache.float().flatten(0, 1)[slots] for cache in (key_cache, value_cache)
     )
     return RecordedWrite("layer", key, value, key_cache, value_cache, scales, fp8_steps)
 
@@ -416,9 +416,9 @@ def test_queries_in_two_parts_are_joined() -> None:
 def rows(*given: ScheduledRow) -> ScheduledRows:
     """Return scheduled rows, in a table of their own."""
     table = RowTable()
-    for each in given:
-        table.append(each.request_id, 0, each.block_ids)
-    lines = table.lines_of([each.request_id for each in given])
+    for row in given:
+        table.append(row.request_id, 0, row.block_ids)
+    lines = table.lines_of([row.request_id for row in given])
     return ScheduledRows(given, lines, table, 4, are_own=True)
 
 
@@ -432,8 +432,8 @@ def test_rows_are_matched_in_any_order() -> None:
     turned = step(
         query_start_loc=[0, 1, 4], seq_lens=[5, 6], block_table=[[7, 8, 1], [2, 3, 1]]
     )
-    for each, names in ((STEP, {0: "a", 1: "b"}), (turned, {0: "b", 1: "a"})) * 2:
-        assert both.match(each) == (names, None)
+    for batch, names in ((STEP, {0: "a", 1: "b"}), (turned, {0: "b", 1: "a"})) * 2:
+        assert both.match(batch) == (names, None)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,13 @@ from recorder_parts import (
 def test_a_copy_of_a_step_does_not_change_with_the_engines_buffers() -> None:
     own = tensors()
     copy = StepCopy(own, 3, "layers")
-    for each in (own.seq_lens, own.block_table, own.slot_mapping, own.query_start_loc):
-        each.zero_()
+    for tensor in (
+        own.seq_lens,
+        own.block_table,
+        own.slot_mapping,
+        own.query_start_loc,
+    ):
+        tensor.zero_()
     found = copy.wait(10)
     assert found.seq_lens.tolist() == [6, 5] and found.num_blocks == 10
     # columns that no sequence reaches are left out
@@ -83,7 +88,7 @@ def test_a_case_is_the_same_again(tmp_path: Path) -> None:
     own = stored(ring=(step(3), step(4)))
     found = load_case(save_case(tmp_path, own, 64))
     assert (found.finding.law, found.sentence) == ("slots", "step 5: wrong")
-    assert [each.number for each in found.ring] == [3, 4]
+    assert [ring_step.number for ring_step in found.ring] == [3, 4]
     assert not list(tmp_path.glob(".*"))
 
 
@@ -111,7 +116,7 @@ def test_the_limit_counts_all_cases_and_leaves_out_the_oldest_steps(
     size = cases._size(torch.load(content, weights_only=True))
     (tmp_path / "two").mkdir()
     shorter = save_case(tmp_path / "two", own, size + whole)
-    assert [each.number for each in load_case(shorter).ring] == [4]
+    assert [ring_step.number for ring_step in load_case(shorter).ring] == [4]
 
 
 def test_files_that_are_not_cases_are_named(tmp_path: Path) -> None:
@@ -181,7 +186,9 @@ def test_a_stored_write_is_computed_again_with_its_scales(
     side: str, tmp_path: Path
 ) -> None:
     given = {"key": torch.full((2, 1, 4), 3.0), "value": torch.full((2, 1, 4), 5.0)}
-    found = {name: (each / 2).to(torch.float8_e4m3fn) for name, each in given.items()}
+    found = {
+        name: (states / 2).to(torch.float8_e4m3fn) for name, states in given.items()
+    }
     scales = {"k_scale": torch.tensor(2.0), "v_scale": torch.tensor(2.0)}
     evidence = {"kind": "write", "given": given, "found": found, "scales": scales}
     assert not reproduced(tmp_path, "cache write", evidence)
@@ -208,7 +215,7 @@ def test_the_first_violation_of_each_law_is_logged_and_stored(
     assert "step 5, request 'a': slots: wrong. To check it again" in caplog.messages[0]
     paths = sorted(tmp_path.glob("*.pt"))
     assert len(paths) == 2
-    assert [each.number for each in load_case(paths[0]).ring] == [4]
+    assert [ring_step.number for ring_step in load_case(paths[0]).ring] == [4]
 
 
 def test_a_case_that_cannot_be_stored_does_not_stop_the_engine(
@@ -296,7 +303,7 @@ def test_writes_and_changes_decide_which_blocks_are_compared(tmp_path: Path) -> 
         before = own._checked["blocks"]
         own._next_watched = []
         own._watch(call, step(4))
-        assert [each.block_id for each in own._next_watched] == [7]
+        assert [watched.block_id for watched in own._next_watched] == [7]
         own.compare_watched(lambda group: step(4), 4)
         own.note_writes(step(4))
         if changed:

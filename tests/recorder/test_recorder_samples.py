@@ -57,10 +57,12 @@ def watched(own: Samples, of_step: HostStep) -> set[tuple[int, int]]:
         own._watch(watching(), replace(of_step, number=number))
         assert len(own._next_watched) <= own.settings.watched_blocks
         found |= {
-            ((each.block_id - 1) // 10, each.column) for each in own._next_watched
+            ((block.block_id - 1) // 10, block.column) for block in own._next_watched
         }
-        for each in own._next_watched:
-            assert each.block_id == 10 * ((each.block_id - 1) // 10) + each.column + 1
+        for block in own._next_watched:
+            assert (
+                block.block_id == 10 * ((block.block_id - 1) // 10) + block.column + 1
+            )
     return found
 
 
@@ -127,7 +129,7 @@ def test_the_choice_of_rows_depends_on_the_seed_and_has_its_size(
     for seed in range(5):
         own, _ = samples(tmp_path, rows=3, seed=seed)
         found = [own._choose(replace(large, number=number)) for number in range(30)]
-        assert all(len(set(each)) == 3 and 29 in each for each in found)
+        assert all(len(set(rows)) == 3 and 29 in rows for rows in found)
         chosen.add(str(found))
     assert len(chosen) == 5
     own, _ = samples(tmp_path, rows=9)
@@ -162,10 +164,10 @@ def test_full_blocks_of_requests_with_new_tokens_are_watched(tmp_path: Path) -> 
     }
     assert watched(own, long()) == every
     absent = long(query_start_loc=[0, 1, 1, 2], slot_mapping=[36, 92])
-    assert watched(own, absent) == {each for each in every if each[0] != 1}
+    assert watched(own, absent) == {block for block in every if block[0] != 1}
     # the block that a prompt fills is written in this step
     prompt = long(query_start_loc=[0, 33, 34, 35], slot_mapping=range(35))
-    assert watched(own, prompt) == {each for each in every if each[0]}
+    assert watched(own, prompt) == {block for block in every if block[0]}
     many, _ = samples(tmp_path, watched_blocks=9)
     many._watch(watching(), long())
     assert len(many._next_watched) == 3

@@ -50,7 +50,7 @@ def test_the_recorder_of_the_environment(
 
 def test_each_variable_of_the_environment_is_a_setting() -> None:
     words = {"EVERY": "3", "ROWS": "5", "ACTION": "stop", "MAX_MIB": "7"}
-    given = {f"PAGETWIN_RECORD_{name}": each for name, each in words.items()}
+    given = {f"PAGETWIN_RECORD_{name}": word for name, word in words.items()}
     found = settings_from_environment({"PAGETWIN_RECORD": "cases", **given})
     right = {"sample_every": 3, "rows": 5, "action": "stop", "max_mib": 7}
     assert found == RecorderSettings(Path("cases"), **right)

@@ -115,13 +115,13 @@ def test_all_copies_are_checked_in_their_order_and_kept(steps: Steps) -> None:
     assert not steps.written
     step = steps.host_step("b")
     assert step is not None and (step.number, step.num_blocks) == (1, 30)
-    assert [(each.number, each.group) for each in steps.written] == [
+    assert [(written.number, written.group) for written in steps.written] == [
         (1, "a"),
         (1, "b"),
         (2, "a"),
     ]
     assert list(steps.reports.ring) == steps.written and not steps.found
-    assert [each.num_blocks for each in steps.written] == [20, 30, 20]
+    assert [written.num_blocks for written in steps.written] == [20, 30, 20]
     step = steps.host_step("a")
     assert step is not None and step.number == 2
     assert steps.host_step("c") is None

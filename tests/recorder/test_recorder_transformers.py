@@ -42,7 +42,7 @@ def recorded(folder: Path, model: str, **given: Any) -> tuple[Recorder, list[Any
 
 
 def laws(recorder: Recorder) -> list[str]:
-    return [each.law for each in recorder.findings]
+    return [finding.law for finding in recorder.findings]
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gemma2", "gpt_oss", "bloom"])
@@ -122,15 +122,15 @@ def test_a_stale_row_after_a_preemption_is_found(
     def stale(model: Any, batch: Any, scheduled: Any, *rest: Any) -> Any:
         steps[0] += 1
         changed = []
-        for each in scheduled:
-            request, row = each.request, each.block_ids
+        for scheduled_request in scheduled:
+            request, row = scheduled_request.request, scheduled_request.block_ids
             old = before.setdefault(request.request_id, row)[: len(row)]
             if request.num_preemptions and len(old) == len(row) and old != row:
                 wrong.append((steps[0], request.request_id))
                 row = old
             elif not request.num_preemptions:
                 before[request.request_id] = row
-            changed.append(replace(each, block_ids=row))
+            changed.append(replace(scheduled_request, block_ids=row))
         return run_step(model, batch, changed, *rest)
 
     monkeypatch.setattr(decoder_only, "_run_step", stale)
@@ -152,11 +152,11 @@ def test_keys_written_by_another_layout_are_found(
     def heads_first(key: Any, value: Any, *rest: Any) -> None:
         *caches, slots = rest
         swapped = [
-            each.as_strided(
-                each.shape,
-                (each.stride(0), each.shape[3], each.shape[1] * each.shape[3], 1),
+            cache.as_strided(
+                cache.shape,
+                (cache.stride(0), cache.shape[3], cache.shape[1] * cache.shape[3], 1),
             )
-            for each in caches
+            for cache in caches
         ]
         REFERENCE.reshape_and_cache(key, value, *swapped, slots)
 

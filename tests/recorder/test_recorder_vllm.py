@@ -55,11 +55,11 @@ class Fp8Impl(Impl):
         common, tokens = attn_metadata.common, attn_metadata.num_actual_tokens
         keys = int(common.seq_lens[0])
         k, v = (
-            each[common.block_table_tensor[0].long()].flatten(0, 1)[:keys].float()
-            for each in split_cache(kv_cache, SIZE, "fp8")
+            cache[common.block_table_tensor[0].long()].flatten(0, 1)[:keys].float()
+            for cache in split_cache(kv_cache, SIZE, "fp8")
         )
         k_scale = 1.0 if self.drops_key_scale else layer._k_scale
-        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (k, v))
+        k, v = (states.repeat_interleave(HEADS // KV_HEADS, 1) for states in (k, v))
         q = query[:tokens].float() * layer._q_scale
         scores = torch.einsum("qhd,khd->hqk", q, k * k_scale) * self.scale
         hidden = torch.arange(keys) > torch.arange(keys - tokens, keys)[:, None]
@@ -147,7 +147,7 @@ def test_a_window_that_is_one_key_too_wide_is_found(
     monkeypatch.setattr(Impl, "extra_keys", 1)
     checks = recorder(tmp_path)
     run(record_backend(Backend, checks, READER), "halves", window=6)
-    assert [each.law for each in checks.findings] == ["attention"]
+    assert [finding.law for finding in checks.findings] == ["attention"]
 
 
 def test_a_scale_that_the_write_drops_is_found(
@@ -162,7 +162,7 @@ def test_a_scale_that_the_write_drops_is_found(
     monkeypatch.setattr(Impl, "do_kv_cache_update", drop)
     checks = recorder(tmp_path)
     run(record_backend(Backend, checks, READER), "packed", kv_cache_dtype="fp8")
-    assert [each.law for each in checks.findings] == ["cache write"]
+    assert [finding.law for finding in checks.findings] == ["cache write"]
 
 
 def test_attention_of_fp8_queries_stays_within_a_budget_of_fp8_weights(
@@ -181,7 +181,7 @@ def test_fp8_keys_that_are_read_without_their_scale_are_found(
     monkeypatch.setattr(Fp8Impl, "drops_key_scale", True)
     checks = recorder(tmp_path)
     run(record_backend(Fp8Backend, checks, READER), "halves", kv_cache_dtype="fp8")
-    assert [each.law for each in checks.findings] == ["attention"]
+    assert [finding.law for finding in checks.findings] == ["attention"]
     [path] = tmp_path.glob("*.pt")
     again = reproduce_case(path)
     assert again.still is not None and again.still.law == "attention"
@@ -386,7 +386,7 @@ def test_rows_are_compared_with_what_the_scheduler_of_vllm_gave(watched: Any) ->
     kept = {"b": (17, None)}
     step(watched, [[3, 4]], [17], scheduler_output(None, kept, {"b": 1}))
     checks.finish()
-    assert [(each.law, each.request_id) for each in checks.findings] == [
+    assert [(finding.law, finding.request_id) for finding in checks.findings] == [
         ("block table", "b")
     ]
 
@@ -395,7 +395,7 @@ def test_a_block_that_the_scheduler_of_vllm_gave_twice_is_found(watched: Any) ->
     given = {"a": (5, [7]), "b": (15, [7])}
     output = scheduler_output(given, None, {"a": 1, "b": 1})
     step(watched, [[7], [7]], [5, 15], output)
-    assert "block ownership" in [each.law for each in watched[0].findings]
+    assert "block ownership" in [finding.law for finding in watched[0].findings]
 
 
 def test_rows_of_smaller_blocks_than_those_of_the_scheduler_are_not_compared(
@@ -428,9 +428,9 @@ def test_two_recorded_backends_of_one_worker_are_told_the_same_rows(
     step(both, [[7]], [15], scheduler_output({"a": (15, [7])}, None, {"a": 1}))
     step(both, [[7, 9]], [16], scheduler_output(None, {"a": (16, [9])}, {"a": 1}))
     step(both, [[7, 9]], [17], scheduler_output(None, {"a": (17, None)}, {"a": 1}))
-    for each in (checks, other.recorder):
-        each.finish()
-        assert each.step == 3 and each.findings == []
+    for own_recorder in (checks, other.recorder):
+        own_recorder.finish()
+        assert own_recorder.step == 3 and own_recorder.findings == []
 
 
 def test_backends_that_vllm_only_considers_are_not_told_its_schedule(
@@ -496,10 +496,10 @@ def test_buffers_of_a_graph_live_as_long_as_its_builder(tmp_path: Path) -> None:
         buffers += [weakref.ref(graph.rows), weakref.ref(graph.replays)]
         del graph
     checks.engine_ended()
-    assert all(each() is not None for each in buffers)
+    assert all(buffer() is not None for buffer in buffers)
     del builder, builders
     gc.collect()
-    assert all(each() is None for each in buffers)
+    assert all(buffer() is None for buffer in buffers)
 
 
 def test_rows_of_an_engine_are_compared_again_after_the_one_before_it_was_closed(
@@ -521,4 +521,4 @@ def test_rows_of_an_engine_are_compared_again_after_the_one_before_it_was_closed
     assert checks.findings == []
     step(watched, [[4]], [6], scheduler_output(None, {"a": (6, None)}, {"a": 1}))
     checks.finish()
-    assert [each.law for each in checks.findings] == ["block table"]
+    assert [finding.law for finding in checks.findings] == ["block table"]

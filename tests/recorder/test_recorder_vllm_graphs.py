@@ -81,8 +81,8 @@ class Engine:
 
     def replay(self) -> None:
         """Run the step with other numbers."""
-        for each in (self.query, self.key, self.value):
-            each.normal_()
+        for tensor in (self.query, self.key, self.value):
+            tensor.normal_()
         self.builder.build(0, self.common)
         self.graph.replay()
 
@@ -146,7 +146,7 @@ def test_a_batch_without_requests_while_serving_leaves_a_captured_graph_alone(
     # a graph that takes its place may be one of two that are replayed
     served.capture()
     assert samples._graphs[2] is not graph
-    assert any(each is graph for each in kept.values()) and len(kept) == 2
+    assert any(kept_graph is graph for kept_graph in kept.values()) and len(kept) == 2
 
 
 def test_each_group_of_layers_has_its_own_buffers_in_a_graph() -> None:
@@ -162,15 +162,15 @@ def test_each_group_of_layers_has_its_own_buffers_in_a_graph() -> None:
         )
         for name in "ab"
     ]
-    for name, each in zip("ab", steps, strict=True):
-        assert each is not None
-        samples.prepare(each, name)
+    for name, step in zip("ab", steps, strict=True):
+        assert step is not None
+        samples.prepare(step, name)
     samples._captured(2)
-    for group, each, is_right in zip(
+    for group, step, is_right in zip(
         "abab", [*steps, *steps[::-1]], [1, 1, 0, 0], strict=True
     ):
-        assert each is not None
-        assert (samples.check_buffers(each, group) is None) == bool(is_right)
+        assert step is not None
+        assert (samples.check_buffers(step, group) is None) == bool(is_right)
 
 
 def test_numbers_per_head_that_are_on_the_host_are_copied_once() -> None:
