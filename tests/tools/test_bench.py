@@ -45,10 +45,10 @@ def test_a_smoke_run_does_every_workload_right(smoke: Any) -> None:
     assert smoke.result.exit_code == 0, smoke.result.output
     record = smoke.record
     assert record["complete"] and record["smoke"]
-    assert [each["name"] for each in record["workloads"]] == NAMES
-    for each in record["workloads"]:
-        ours = each["results"]["ours"]
-        assert ours["status"] == "timed", each["name"]
+    assert [workload["name"] for workload in record["workloads"]] == NAMES
+    for workload in record["workloads"]:
+        ours = workload["results"]["ours"]
+        assert ours["status"] == "timed", workload["name"]
         assert ours["share_of_budget"] <= 1
         assert ours["median_us"] > 0
 
@@ -71,15 +71,17 @@ def test_a_smoke_run_does_every_extended_workload_right(extended_smoke: Any) -> 
     assert extended_smoke.result.exit_code == 0, extended_smoke.result.output
     record = extended_smoke.record
     workloads = load_workloads("extended")
-    assert [each["name"] for each in record["workloads"]] == list(workloads)
-    for each in record["workloads"]:
-        ours = each["results"]["ours"]
-        assert ours["status"] == "timed" and ours["share_of_budget"] <= 1, each["name"]
-        for name in workloads[each["name"]].baselines:
-            status = each["results"].get(name, {}).get("status")
+    assert [workload["name"] for workload in record["workloads"]] == list(workloads)
+    for workload in record["workloads"]:
+        ours = workload["results"]["ours"]
+        assert ours["status"] == "timed" and ours["share_of_budget"] <= 1, workload[
+            "name"
+        ]
+        for name in workloads[workload["name"]].baselines:
+            status = workload["results"].get(name, {}).get("status")
             assert status == ("timed" if name.startswith("ours") else status)
-        if each["kind"] == "write":
-            assert each["results"]["torch-index"]["status"] == "timed"
+        if workload["kind"] == "write":
+            assert workload["results"]["torch-index"]["status"] == "timed"
             assert "kernels" not in ours
         else:
             assert all(kernel.startswith("portable ") for kernel in ours["kernels"])
@@ -90,7 +92,7 @@ def test_a_smoke_run_prints_kernels_and_aims(extended_smoke: Any) -> None:
     output = extended_smoke.result.output
     assert "0 of 34 aims are met; 34 have no ratio" in output
     assert "ours-bf16 declined in all but prefill-1x16k-fp8" in output
-    (line,) = (each for each in output.splitlines() if each.startswith("mixed-100+6:"))
+    (line,) = (line for line in output.splitlines() if line.startswith("mixed-100+6:"))
     assert line.endswith("(portable decode + portable prefill)")
 
 
@@ -104,7 +106,7 @@ def test_a_smoke_run_says_that_its_times_mean_nothing(smoke: Any) -> None:
             assert "torch-flash tiny" in line  # torch is never interpreted
     page = smoke.files["md"].read_text()
     assert "the times have no meaning" in page
-    assert not any(each["best_peer"] for each in smoke.record["workloads"])
+    assert not any(workload["best_peer"] for workload in smoke.record["workloads"])
 
 
 def test_who_is_missing_or_declines_is_listed_with_the_reason(smoke: Any) -> None:
@@ -112,8 +114,8 @@ def test_who_is_missing_or_declines_is_listed_with_the_reason(smoke: Any) -> Non
         assert "fa3 missing: needs a CUDA device" in text
         assert "torch-flash declined in write-8k" in text
     entries = {
-        each["name"]: each["results"]["torch-flash"]
-        for each in smoke.record["workloads"]
+        workload["name"]: workload["results"]["torch-flash"]
+        for workload in smoke.record["workloads"]
     }
     assert entries["decode-256-ragged"]["status"] == "declined"
     assert "differ in length" in entries["decode-256-ragged"]["reason"]
@@ -144,7 +146,7 @@ def test_a_record_says_with_what_it_was_made(smoke: Any) -> None:
     assert record["machine"]["commit"] == "0123456789abcdef"
     assert "Commit 0123456789ab;" in smoke.files["md"].read_text()
     assert record["settings"]["repeats"] == 1
-    assert all(len(each["seeds"]) == 1 for each in record["workloads"])
+    assert all(len(workload["seeds"]) == 1 for workload in record["workloads"])
     assert record["implementations"]["fa3"]["missing"] == "needs a CUDA device"
     assert {
         "status",
@@ -191,10 +193,12 @@ def test_an_interrupted_run_keeps_what_it_has(tmp_path: Path) -> None:
     Benchmark(settings_of(*names), everyone, json_file=file).run()
     record = json.loads(file.read_text())
     assert record["ended"] == "interrupted" and not record["complete"]
-    statuses = [each["results"]["plain"]["status"] for each in record["workloads"]]
+    statuses = [
+        workload["results"]["plain"]["status"] for workload in record["workloads"]
+    ]
     assert statuses == ["timed", "not run", "not run"]
     assert "plain not run in decode-64x4k-swa, write-8k: interrupted" in reasons(record)
-    assert [each.name for each in tmp_path.iterdir()] == ["record.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
 
 
 def test_a_peer_that_takes_the_process_with_it_leaves_the_record(
@@ -219,9 +223,9 @@ def test_a_limit_ends_a_run_in_order() -> None:
     run = Benchmark(settings_of(*NAMES[:3], limit=1e-9), [AsOurs("cpu")])
     record = run.run()
     assert record["ended"] == "the limit of 1e-09 s, in round 1"
-    assert {each["results"]["ours"]["status"] for each in record["workloads"]} == {
-        "not run"
-    }
+    assert {
+        workload["results"]["ours"]["status"] for workload in record["workloads"]
+    } == {"not run"}
 
 
 def test_every_round_has_inputs_of_its_own_that_other_workloads_do_not_change() -> None:
@@ -291,7 +295,7 @@ def test_an_unknown_workload_is_answered_with_those_that_are_near() -> None:
 
 def test_a_pattern_names_several_workloads_in_their_order() -> None:
     chosen = settings_of("write-8k", "decode-64x4k*")
-    assert [each.name for each in chosen.workloads] == [
+    assert [workload.name for workload in chosen.workloads] == [
         "decode-64x4k",
         "decode-64x4k-mha",
         "decode-64x4k-fp8",

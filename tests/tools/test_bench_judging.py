@@ -124,7 +124,7 @@ def test_everyone_has_one_turn_after_the_other() -> None:
     seen: list[str] = []
     calls = {name: lambda name=name: seen.append(name) for name in ("a", "b", "c")}
     times = time_interleaved(calls, 8, random.Random(0), Stopwatch("cpu"))
-    assert {name: len(each) for name, each in times.items()} == {
+    assert {name: len(host_times) for name, host_times in times.items()} == {
         name: 8 for name in calls
     }
     turns = [tuple(seen[place : place + 3]) for place in range(0, 24, 3)]
@@ -146,9 +146,14 @@ def test_host_times_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times["slow"] >= 60_000 > max(times["a"], times["b"]) > 0
     # after two calls of each, ten of a short call and one of a slow one
     turns = [tuple(seen[place : place + 21]) for place in range(6, len(seen), 21)]
-    runs = [[(name, len(list(each))) for name, each in groupby(turn)] for turn in turns]
+    runs = [
+        [(name, len(list(calls_in_turn))) for name, calls_in_turn in groupby(turn)]
+        for turn in turns
+    ]
     assert len(runs) == 6 and len(set(turns)) > 2
-    assert all(sorted(each) == [("a", 10), ("b", 10), ("slow", 1)] for each in runs)
+    assert all(
+        sorted(counted) == [("a", 10), ("b", 10), ("slow", 1)] for counted in runs
+    )
 
 
 def test_quartiles_stay_within_what_was_measured() -> None:
@@ -221,7 +226,7 @@ class Raises(Plain):
 
 def test_who_is_wrong_is_reported_and_not_timed() -> None:
     everyone = [AsOurs("cpu"), Plain("cpu")]
-    everyone += [each("cpu") for each in (Scales, WritesNothing, Raises)]
+    everyone += [library("cpu") for library in (Scales, WritesNothing, Raises)]
     record = Benchmark(settings_of("decode-16x512"), everyone).run()
     results = record["workloads"][0]["results"]
     assert results["ours"]["status"] == results["plain"]["status"] == "timed"
@@ -341,7 +346,7 @@ def test_a_baseline_that_rounds_to_fp8_is_timed_where_its_error_is_shown() -> No
     everyone = [AsOurs("cpu"), RoundsToFP8("cpu"), Scales("cpu")]
     names = ("decode-16x512", "decode-2x2k")
     record = Benchmark(settings_of(*names, suite="all"), everyone).run()
-    standard, extended = (each["results"] for each in record["workloads"])
+    standard, extended = (workload["results"] for workload in record["workloads"])
     assert standard["coarse"]["status"] == "wrong"
     assert extended["coarse"]["status"] == "timed"
     assert extended["coarse"]["within_budget"] is False

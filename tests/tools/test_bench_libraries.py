@@ -24,10 +24,12 @@ pytestmark = pytest.mark.skipif(
 
 def test_xformers_is_asked_as_the_backend_asks_it(xformers: None) -> None:
     everyone = choose_libraries(all_libraries("cpu"), ["xformers"])
-    assert [each.name for each in everyone] == ["ours", "xformers"]
+    assert [library.name for library in everyone] == ["ours", "xformers"]
     libraries = [AsOurs("cpu"), everyone[1]]
     record = Benchmark(settings_of("decode-16x512", "write-8k"), libraries).run()
-    decode, write = (each["results"]["xformers"] for each in record["workloads"])
+    decode, write = (
+        workload["results"]["xformers"] for workload in record["workloads"]
+    )
     assert decode["status"] == "timed", decode
     assert write["reason"] == "its paged operator is for decodes"
 
@@ -205,7 +207,7 @@ def test_flashmla_reuses_the_schedule_of_its_first_call() -> None:
     found = find_expected(inputs).check(out, torch.bfloat16)
     assert found.ok, found.message
     assert plans[0] == (None, None)
-    assert [each.shape for each in plans[1]] == [(1,), (2,)]
+    assert [tensor.shape for tensor in plans[1]] == [(1,), (2,)]
     with pytest.raises(Declined, match="latent decodes only"):
         peer.prepare(draw_inputs(small("decode-16x512"), 0, "cpu"))
 

@@ -34,8 +34,8 @@ def gpu_record() -> dict[str, Any]:
     record["workloads"] = []
     for place, name in enumerate(names):
         entries = {}
-        for peer, each in times.items():
-            us = each[place]
+        for peer, medians in times.items():
+            us = medians[place]
             entries[peer] = Entry(BenchStatus.DECLINED, "no cache")
             if us is not None:
                 entries[peer] = Entry(
@@ -136,8 +136,8 @@ def test_the_page_shows_the_newest_run_or_says_that_there_is_none(
         "NVIDIA H200": ("2026-11-20T10:00:00+00:00", "2026-11-21T10:00:00+00:00"),
         "NVIDIA H100": ("2026-11-19T10:00:00+00:00",),
     }
-    for device, each in dates.items():
-        for date in each:
+    for device, its_dates in dates.items():
+        for date in its_dates:
             run = gpu_record | {"machine": machine | {"device": device, "date": date}}
             path = tmp_path / "record.json"
             path.write_text(json.dumps(run))

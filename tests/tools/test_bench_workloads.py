@@ -117,15 +117,15 @@ def test_published_figures_are_of_one_gpu_and_leave_out_what_is_inaccurate() -> 
 
 
 def test_the_extended_suite_has_baselines_and_aims_and_no_standard_workload() -> None:
-    standard, extended = (load_workloads(each) for each in ("standard", "extended"))
+    standard, extended = (load_workloads(suite) for suite in ("standard", "extended"))
     assert len(extended) == 34 and not standard.keys() & extended.keys()
     assert list(load_workloads("all")) == [*standard, *extended]
-    libraries = {each.name for each in all_libraries("cpu", suite="extended")}
-    for each in extended.values():
-        assert each.aim is not None and 0.5 <= each.aim <= 1.1, each.name
-        assert set(each.baselines) <= libraries, each.name
-        assert each.about and each.source, each.name
-    assert all(each.aim is None for each in standard.values())
+    libraries = {library.name for library in all_libraries("cpu", suite="extended")}
+    for workload in extended.values():
+        assert workload.aim is not None and 0.5 <= workload.aim <= 1.1, workload.name
+        assert set(workload.baselines) <= libraries, workload.name
+        assert workload.about and workload.source, workload.name
+    assert all(workload.aim is None for workload in standard.values())
 
 
 def test_the_drawn_lengths_of_the_extended_suite_are_those_of_their_generators() -> (

@@ -84,7 +84,7 @@ def test_a_replay_ends_with_tables_figures_and_a_page(pagetwin, tmp_path):
     assert figures["agreement"]["reference"]["worst_share_of_budget"] <= 1
     page = (tmp_path / "page.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == 5
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
         "figures.json",
         "page.html",
     ]
@@ -279,7 +279,7 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path):
     assert path.read_text() == "old"
     write_text(link, "new")
     assert link.is_symlink() and path.read_text() == "new"
-    assert sorted(each.name for each in tmp_path.iterdir()) == [path.name, link.name]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, link.name]
     write_text(Path("/dev/null"), "a device is not replaced")
     assert Path("/dev/null").is_char_device()
 
@@ -380,7 +380,7 @@ def test_explain_alone_lists_every_concept_in_one_line(pagetwin):
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "command", [each.callback.__name__ for each in app.registered_commands]
+    "command", [registered.callback.__name__ for registered in app.registered_commands]
 )
 def test_help_names_every_exit_code(pagetwin, command):
     result = pagetwin(command, "--help")
@@ -391,7 +391,8 @@ def test_help_names_every_exit_code(pagetwin, command):
 @pytest.mark.quick
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 @pytest.mark.parametrize(
-    "command", ["", *(each.callback.__name__ for each in app.registered_commands)]
+    "command",
+    ["", *(registered.callback.__name__ for registered in app.registered_commands)],
 )
 def test_help_fills_its_lines_at_any_width(
     pagetwin, monkeypatch, command: str, width: int

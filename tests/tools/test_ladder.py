@@ -121,14 +121,14 @@ def test_the_judge_rejects_a_dropped_key_and_a_token_left_out() -> None:
 def test_a_ladder_counts_from_one_and_what_was_tried_is_shown_with_a_rung() -> None:
     for kind in ("decode", "prefill"):
         numbers = [
-            each.number for each in RUNGS if each.kind == kind and not each.tried
+            rung.number for rung in RUNGS if rung.kind == kind and not rung.tried
         ]
         assert numbers == list(range(1, len(numbers) + 1))
-        assert {each.number for each in RUNGS if each.kind == kind} <= set(numbers)
+        assert {rung.number for rung in RUNGS if rung.kind == kind} <= set(numbers)
     names = [rung.name for rung in RUNGS]
     assert len(set(names)) == len(names)
     shown = json.loads((ROOT / "docs/data/ladder.json").read_text(encoding="utf-8"))
-    assert {each["name"] for each in shown["rungs"]} <= set(names)
+    assert {rung["name"] for rung in shown["rungs"]} <= set(names)
     files = {path.stem for path in FOLDER.glob("*.py")}
     files -= {"__init__", "batches", "rungs"}
     assert {rung.file for rung in ladder.RUNGS} == files
@@ -169,7 +169,7 @@ def test_a_run_is_recorded_and_its_pages_show_every_rung(
                 )
         assert "failed" in tables[0] and "µs" in tables[0] and "&times; " in tables[1]
     failed = {row["rung"] for row in record["results"] if "failed" in row}
-    assert failed == {RUNGS[each].name for each in slow} & set(names)
+    assert failed == {RUNGS[number].name for number in slow} & set(names)
     assert "abc1234" in pages.ladder_run(place)
     missing = tmp_path / "none.json"
     for shown in (pages.ladder_run(missing), pages.ladder_table("decode", missing)):

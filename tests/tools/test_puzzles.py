@@ -60,7 +60,11 @@ def test_a_right_answer_is_accepted_in_less_than_five_seconds(puzzle, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "number"),
-    [(name, each) for name, all_of in MISTAKES.items() for each in range(len(all_of))],
+    [
+        (name, index)
+        for name, all_of in MISTAKES.items()
+        for index in range(len(all_of))
+    ],
     ids=[f"{name}-{hint}" for name, all_of in MISTAKES.items() for hint, _ in all_of],
 )
 def test_a_usual_mistake_gets_its_own_hint(name, number, tmp_path):
@@ -213,8 +217,8 @@ def with_first_line(text: str, line: str) -> tuple[str, int]:
     lines = text.splitlines(keepends=True)
     at = next(
         number
-        for number, each in enumerate(lines)
-        if each.startswith(("def ", "@triton.jit"))
+        for number, line in enumerate(lines)
+        if line.startswith(("def ", "@triton.jit"))
     )
     body = next(
         number for number in range(at, len(lines)) if lines[number].endswith(":\n")
@@ -250,7 +254,7 @@ def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "puzzle", [each for each in PUZZLES if each.laws], ids=lambda each: each.name
+    "puzzle", [puzzle for puzzle in PUZZLES if puzzle.laws], ids=lambda each: each.name
 )
 def test_an_error_that_only_a_law_meets_has_its_line_and_no_other_hint(
     puzzle, tmp_path

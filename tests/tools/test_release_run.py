@@ -71,11 +71,11 @@ def test_a_job_that_measures_has_its_gpu_or_the_host_for_itself(tmp_path: Path) 
     jobs = [shared[0], job("bench", OWN), shared[1], job("serving", ALL)]
     code, ran = run(tmp_path, jobs)
     assert code == 0
-    assert [ran[each]["gpus"] for each in ("tests", "bench", "check")] == [
+    assert [ran[name]["gpus"] for name in ("tests", "bench", "check")] == [
         ["3"], ["4"], ["3"],
     ]  # fmt: skip
     assert ran["serving"]["gpus"] == ["3", "4"]
-    assert not any(overlap(ran["serving"], ran[each.name]) for each in jobs[:3])
+    assert not any(overlap(ran["serving"], ran[other.name]) for other in jobs[:3])
     assert overlap(ran["tests"], ran["check"])
 
 
@@ -85,7 +85,7 @@ def test_on_one_gpu_measurements_wait_for_jobs_that_share_it(tmp_path: Path) -> 
     code, ran = run(tmp_path, jobs, gpus=1)
     assert code == 0 and overlap(ran["tests"], ran["check"])
     assert not any(
-        overlap(ran["bench"], ran[each]) for each in ("tests", "check", "later")
+        overlap(ran["bench"], ran[name]) for name in ("tests", "check", "later")
     )
 
 
@@ -93,8 +93,8 @@ def test_a_run_continues_where_the_last_one_stopped(tmp_path: Path) -> None:
     jobs = [job("good", took=0.1), job("bad", code=3, took=0.1)]
     code, ran = run(tmp_path, jobs)
     assert code == 1
-    for each in ("good", "bad"):
-        shutil.rmtree(tmp_path / each)
+    for name in ("good", "bad"):
+        shutil.rmtree(tmp_path / name)
     code, ran = run(tmp_path, [jobs[0], job("bad", took=0.1)])
     assert code == 0 and set(ran) == {"bad"}
 
@@ -127,10 +127,10 @@ def test_every_job_names_programs_and_options_that_exist(one: Job) -> None:
         return
     words = " ".join(one.command).replace(sys.executable, "").split()
     programs = [Path(word) for word in words if word.endswith(".py")]
-    assert programs and all((ROOT / each).is_file() for each in programs)
+    assert programs and all((ROOT / program).is_file() for program in programs)
     source = programs[0].read_text()
-    own = [each for each in words if each.startswith("--") and "sh" not in one.command]
-    assert all(f'"{each}"' in source for each in own)
+    own = [word for word in words if word.startswith("--") and "sh" not in one.command]
+    assert all(f'"{option}"' in source for option in own)
 
 
 def test_every_group_of_kernels_runs_under_the_sanitizer() -> None:
@@ -145,7 +145,7 @@ def test_the_tests_of_kernels_exist() -> None:
 
 
 def test_names_of_jobs_are_folders_of_their_own() -> None:
-    names = [each.name for each in release.jobs()]
+    names = [known.name for known in release.jobs()]
     assert len(set(names)) == len(names)
 
 
@@ -181,5 +181,5 @@ def test_only_jobs_with_an_engine_import_the_staged_one(
     monkeypatch.setenv("VLLM_PATH", str(tmp_path / "vllm"))
     show = ("sh", "-c", 'echo "$$PYTHONPATH" > $OUT/path')
     run(tmp_path, [Job("tests", show, 9), Job("serving", show, 9, is_engine=True)])
-    paths = [(tmp_path / each / "path").read_text() for each in ("tests", "serving")]
-    assert ["vllm" in each.split(os.pathsep)[-1] for each in paths] == [False, True]
+    paths = [(tmp_path / name / "path").read_text() for name in ("tests", "serving")]
+    assert ["vllm" in path.split(os.pathsep)[-1] for path in paths] == [False, True]

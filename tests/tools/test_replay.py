@@ -73,7 +73,8 @@ def test_preemption_changes_no_result():
         replay.twins[0].implementation = wrong_twin(paged_attention=keep)["wrong"]
         records = list(replay.steps())
         last = {
-            (each.request_id, each.max_tokens_in_cache - 1) for each in replay.requests
+            (request.request_id, request.max_tokens_in_cache - 1)
+            for request in replay.requests
         }
         assert last <= found.keys()
         return found, sum(len(record.preempted) for record in records)

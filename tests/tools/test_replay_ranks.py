@@ -108,7 +108,7 @@ def test_ranks_with_copies_of_their_shares_compute_every_step(
 
     monkeypatch.setattr(named_twins, "RanksTwin", Staged)
     assert run(on_two_ranks("reference", splits=2)) > 2
-    assert [each.name for each in made] == [
+    assert [made_twin.name for made_twin in made] == [
         "reference on 1 rank with 2 splits",
         "reference on 2 ranks with 2 splits",
     ]

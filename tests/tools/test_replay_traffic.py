@@ -57,21 +57,23 @@ def test_every_request_of_a_trace_is_computed_to_its_end(trace, budget, num_bloc
         assert request.token_ids == tokens.tolist()
     assert scheduler.block_manager.num_used_blocks == 0
     # without prefix hits and preemptions each token is computed once
-    computed = sum(each.total_num_scheduled_tokens for each in outputs)
+    computed = sum(output.total_num_scheduled_tokens for output in outputs)
     again = sum(
-        each.num_recomputed_tokens
+        scheduled_request.num_recomputed_tokens
         for output in outputs
-        for each in output.scheduled_requests
+        for scheduled_request in output.scheduled_requests
     )
-    hits = sum(each.num_prefix_hit_tokens for each in outputs)
-    assert computed - again + hits == sum(each.max_tokens_in_cache for each in requests)
+    hits = sum(output.num_prefix_hit_tokens for output in outputs)
+    assert computed - again + hits == sum(
+        request.max_tokens_in_cache for request in requests
+    )
 
 
 def test_a_small_cache_preempts_and_a_large_one_does_not():
     _, _, tight = run_alone(small(num_blocks=34))
     _, _, roomy = run_alone(small(num_blocks=2000))
-    assert sum(len(each.preempted_req_ids) for each in tight) > 0
-    assert sum(len(each.preempted_req_ids) for each in roomy) == 0
+    assert sum(len(output.preempted_req_ids) for output in tight) > 0
+    assert sum(len(output.preempted_req_ids) for output in roomy) == 0
     assert len(tight) > len(roomy)
 
 
@@ -95,8 +97,8 @@ def test_a_request_that_can_never_fit_raises_before_anything_runs():
 def test_mooncake_prompts_find_their_prefix_and_azure_prompts_find_none():
     _, _, mooncake = run_alone(small(num_blocks=2000))
     _, _, azure = run_alone(small(trace="azure", num_blocks=2000))
-    assert sum(each.num_prefix_hit_tokens for each in mooncake) > 0
-    assert sum(each.num_prefix_hit_tokens for each in azure) == 0
+    assert sum(output.num_prefix_hit_tokens for output in mooncake) > 0
+    assert sum(output.num_prefix_hit_tokens for output in azure) == 0
 
 
 def test_a_row_that_is_left_is_filled_by_the_last_one():

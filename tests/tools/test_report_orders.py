@@ -109,7 +109,7 @@ def test_of_equal_severities_the_known_cause_comes_first_and_then_most_laws() ->
     several = [wrong(name, what="lse") for name in "ab"]
     caused = wrong("c", cause="is not written everywhere")
     order = report(wrong("d", case=""), *several, caused).symptoms()
-    assert [each.first.law for each in order] == ["c", "a", "d"]
+    assert [symptom.first.law for symptom in order] == ["c", "a", "d"]
 
 
 def test_numbers_do_not_tell_failures_apart_and_other_words_do() -> None:
@@ -143,9 +143,11 @@ def test_a_symptom_is_shown_by_its_smallest_batch() -> None:
     ]
     results = [wrong(f"law {n}", case=case) for n, case in enumerate(inputs)]
     (symptom,) = report(*results).symptoms()
-    order = [each.case for each in symptom.results]
+    order = [wrong_result.case for wrong_result in symptom.results]
     assert order == [*inputs[3:], "7", "a longer case", ""]
-    assert [each.case for each in sorted(results, key=size_of_input)] == order
+    assert [
+        wrong_result.case for wrong_result in sorted(results, key=size_of_input)
+    ] == order
 
 
 def test_three_laws_to_look_at_are_one_per_symptom_first() -> None:
@@ -153,7 +155,7 @@ def test_three_laws_to_look_at_are_one_per_symptom_first() -> None:
         *(wrong(f"law {n}", case="1" * (n + 2)) for n in range(4)),
         wrong("other", what="lse"),
     ]
-    found = [each.law for each in report(*results).laws_to_look_at_first()]
+    found = [found_law.law for found_law in report(*results).laws_to_look_at_first()]
     assert found == ["law 0", "other", "law 1"]
 
 
@@ -211,7 +213,7 @@ def test_why_laws_are_undeclared_is_counted() -> None:
         "dtype int8": 1,
     }
     assert not own.unfinished
-    assert [each.law for each in report(result(Status.UNFINISHED)).unfinished]
+    assert [left_law.law for left_law in report(result(Status.UNFINISHED)).unfinished]
 
 
 # laws that end their process, and limits of time
@@ -291,5 +293,5 @@ def test_a_report_so_far_has_the_other_laws_as_not_finished() -> None:
     found = report_so_far(
         "own", "cpu", laws, {"a": result(Status.HELD, "a")}, {"seed": 1}
     )
-    assert [each.status for each in found.results] == [Status.HELD, Status.UNFINISHED]
+    assert [shown.status for shown in found.results] == [Status.HELD, Status.UNFINISHED]
     assert not found.symptoms() and found.settings == {"seed": 1}

@@ -77,7 +77,7 @@ def test_junit_parses_and_counts_every_outcome() -> None:
         ("skipped", "skipped", 1),
     ):
         assert suite.attrib[name] == str(count)
-        assert sum(each.find(tag) is not None for each in cases) == count
+        assert sum(case.find(tag) is not None for case in cases) == count
     assert cases[0].attrib["name"] == "law & <held>"
     text = cases[5].findtext("failure")
     assert text is not None and "reproduce(" in text
@@ -85,7 +85,7 @@ def test_junit_parses_and_counts_every_outcome() -> None:
 
 def test_symptoms_come_by_severity_each_with_one_reproduction() -> None:
     report = failing_report()
-    severities = [SEVERITIES[each.severity] for each in report.symptoms()]
+    severities = [SEVERITIES[symptom.severity] for symptom in report.symptoms()]
     assert severities == [
         "ends the process",
         "wrong result",
@@ -210,7 +210,9 @@ def test_labels_of_the_failing_tile_do_not_overlap(query: int) -> None:
     """With 128 keys a row is 5 units high, and the labels of rows 2 apart overlapped."""
     tile = {"visible": ["#" * 128] * 32, "first_query": 0, "first_key": 0, "keys": []}
     picture = {"tile": tile, "query": query, "request": 0, "blocks": None}
-    rows = [each for each in labels_of(draw_tile(picture)) if each[2].startswith("q ")]
+    rows = [
+        label for label in labels_of(draw_tile(picture)) if label[2].startswith("q ")
+    ]
     assert f"q {query}" in [text for *_, text in rows]
     for (_, y, _), (_, next_y, _) in pairwise(rows):
         assert next_y - y >= 11
@@ -227,7 +229,7 @@ def test_a_preemption_is_drawn_at_its_step(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Axes, "scatter", watched)
     records = list(Replay(small(), with_holders=True).steps())
-    preempted = [each.step for each in records if each.preempted]
+    preempted = [record.step for record in records if record.preempted]
     assert preempted
     draw_occupancy(records)
     assert drawn == [preempted]

@@ -143,11 +143,11 @@ def test_timed_runs_alternate_between_engines_that_are_all_ready(
     )  # fmt: skip
     assert run.run(asked)
     lines = list(map(json.loads, (tmp_path / "serving.jsonl").open()))
-    records = [each["record"] for each in lines if each["event"] == "ready"]
+    records = [line["record"] for line in lines if line["event"] == "ready"]
     assert records == [None, str(tmp_path / "cases-A+record-eager")]
-    timed = [each for each in lines if each["event"] == "load"]
+    timed = [line for line in lines if line["event"] == "load"]
     jobs = {"load a 0", "load b 0", "load a 1", "load b 1"}
-    order = sorted((each["at"], each["command"]) for each in timed)
+    order = sorted((line["at"], line["command"]) for line in timed)
     order = [command for _, command in order if command in jobs]
     assert order[::2] == order[1::2] == ["load a 0", "load b 0", "load a 1", "load b 1"]
 
@@ -201,7 +201,7 @@ def serve_several(
     )  # fmt: skip
     verdict = several.serve(asked, ["3", "5"])
     lines = map(json.loads, (out / "serving.jsonl").open())
-    return verdict, {each["model"]: each for each in lines}
+    return verdict, {line["model"]: line for line in lines}
 
 
 def test_each_gpu_times_one_model_at_a_time_and_none_while_another_starts(
@@ -209,9 +209,9 @@ def test_each_gpu_times_one_model_at_a_time_and_none_while_another_starts(
 ) -> None:
     names = ["one", "slow", "deepseek-8", "two"]
     verdict, lines = serve_several(tmp_path, names, monkeypatch)
-    assert verdict and [lines[each]["gpu"] for each in names] == ["3", "5", "3", "5"]
-    last = max(each["ready"] for each in lines.values())
-    assert min(each["began"] for each in lines.values()) > last
+    assert verdict and [lines[name]["gpu"] for name in names] == ["3", "5", "3", "5"]
+    last = max(line["ready"] for line in lines.values())
+    assert min(line["began"] for line in lines.values()) > last
     assert lines["one"]["ended"] < lines["deepseek-8"]["began"]
     assert lines["slow"]["ended"] < lines["two"]["began"]
     assert lines["one"]["backends"] == ["FLASH_ATTN"]
@@ -224,8 +224,8 @@ def test_models_beyond_the_memory_of_the_gpus_start_when_the_first_have_ended(
     """On one GPU the engines of four models would need 176 of 141 GB (computed)."""
     names = ["one", "slow", "two"]
     verdict, lines = serve_several(tmp_path, names, monkeypatch, at_once=1)
-    assert verdict and [lines[each]["gpu"] for each in names] == ["3", "5", "3"]
-    assert lines["two"]["ready"] > max(lines[each]["ended"] for each in names[:2])
+    assert verdict and [lines[name]["gpu"] for name in names] == ["3", "5", "3"]
+    assert lines["two"]["ready"] > max(lines[name]["ended"] for name in names[:2])
 
 
 def test_a_model_that_cannot_start_costs_the_others_nothing(

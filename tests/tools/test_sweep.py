@@ -18,15 +18,16 @@ import sweep
 @pytest.mark.parametrize("kind", ["decode", "verify"])
 def test_drawn_batches_fit_the_memory_and_their_kind(kind: str) -> None:
     drawn = [sweep.draw_workload(kind, "", random.Random(seed)) for seed in range(200)]
-    assert len({each.about for each in drawn}) > 190
-    assert {each.is_ragged for each in drawn} == {True, False}
-    for each in drawn:
-        assert each.bytes <= 1.1 * sweep.LARGEST_CACHE
+    assert len({workload.about for workload in drawn}) > 190
+    assert {workload.is_ragged for workload in drawn} == {True, False}
+    for workload in drawn:
+        assert workload.bytes <= 1.1 * sweep.LARGEST_CACHE
         assert all(
-            new <= keys for new, keys in zip(each.query_lens, each.kv_lens, strict=True)
+            new <= keys
+            for new, keys in zip(workload.query_lens, workload.kv_lens, strict=True)
         )
-        rows = each.query_lens[0] * each.query_heads // each.kv_heads
-        assert rows > 16 if kind == "verify" else set(each.query_lens) == {1}
+        rows = workload.query_lens[0] * workload.query_heads // workload.kv_heads
+        assert rows > 16 if kind == "verify" else set(workload.query_lens) == {1}
 
 
 def run(
@@ -49,11 +50,14 @@ def test_every_alternative_computes_the_same(
     lines = run(file, kind, 2, monkeypatch)
     machine, *batches = lines
     assert machine["commit"] == "abc" and machine["smoke"]
-    names = {"ours", *(each.name for each in sweep.alternatives(kind, "cpu"))}
-    assert [each["name"] for each in batches] == [f"{kind}-0-0", f"{kind}-0-1"]
-    for each in batches:
-        assert set(each["us"]) == names and not each["failed"]
-        assert each["regret"] >= 1
+    names = {
+        "ours",
+        *(alternative.name for alternative in sweep.alternatives(kind, "cpu")),
+    }
+    assert [batch["name"] for batch in batches] == [f"{kind}-0-0", f"{kind}-0-1"]
+    for batch in batches:
+        assert set(batch["us"]) == names and not batch["failed"]
+        assert batch["regret"] >= 1
 
 
 def test_a_forced_alternative_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,19 +72,21 @@ def test_a_forced_alternative_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
     workload = sweep.draw_workload("decode", "", random.Random(3)).tiny()
     inputs = draw_inputs(workload, 0, "cpu")
     seen = {}
-    for each in sweep.alternatives("decode", "cpu"):
+    for alternative in sweep.alternatives("decode", "cpu"):
         splits.clear()
-        each.prepare(inputs).call()
-        seen[each.title] = set(splits)
+        alternative.prepare(inputs).call()
+        seen[alternative.title] = set(splits)
         assert not len(dispatch.PIPELINE.plans.repeats)
     assert seen.pop("stream-k") == {0}
-    assert len(seen) == len(sweep.PROGRAMS) and all(min(each) for each in seen.values())
+    assert len(seen) == len(sweep.PROGRAMS) and all(
+        min(seen_splits) for seen_splits in seen.values()
+    )
 
 
 def test_splits_of_few_decodes_follow_from_the_programs() -> None:
     """8 requests and kv heads, 30 KV tiles, 132 multiprocessors: 16 programs have 2 tiles each."""
     chip = (128, 132, 132)
-    tried = [sweep.split_among(each)(2, 4, 30, *chip) for each in (0.5, 1, 2)]
+    tried = [sweep.split_among(share)(2, 4, 30, *chip) for share in (0.5, 1, 2)]
     assert tried == [8, 15, 30]
     assert sweep.split_among(0)(2, 4, 30, *chip) == 0
     assert sweep.split_among(0.5)(25, 4, 30, *chip) == 1
