@@ -79,7 +79,7 @@ class Machine:
         if name == self.fails:
             raise RuntimeError(f"{name} cannot be compiled")
         # nothing encodes tensor maps here: launches with them go through triton
-        has_maps = any("tensordesc" in str(each) for each in src.signature.values())
+        has_maps = any("tensordesc" in str(kind) for kind in src.signature.values())
         return SimpleNamespace(
             metadata=SimpleNamespace(tensordesc_meta=["map"] if has_maps else None),
             packed_metadata=None,
@@ -216,16 +216,16 @@ def compare(machine: Machine, name: str, warm_up: Callable[[int], Any]) -> Any:
     warm_up(4)
     # a repeated write is launched, not compiled
     first, second = (
-        [each for each in launches if each[0] != "write_kv_kernel"]
+        [launch for launch in launches if launch[0] != "write_kv_kernel"]
         for launches in (launched, machine.launched)
     )
     return {
         "case": name,
         "kernels": len(compiled),
-        "alone": sorted({each[1:] for each in compiled}, key=str),
-        "ahead": sorted({each[1:] for each in ahead}, key=str),
-        "compiles_alike": [each[0] for each in compiled]
-        == sorted(each[0] for each in ahead),
+        "alone": sorted({kernel[1:] for kernel in compiled}, key=str),
+        "ahead": sorted({kernel[1:] for kernel in ahead}, key=str),
+        "compiles_alike": [kernel[0] for kernel in compiled]
+        == sorted(kernel[0] for kernel in ahead),
         "launches_alike": launched == also_launched != [],
         "tells_alike": alone == told,
         "at_once": at_once,
@@ -254,7 +254,7 @@ def fail(machine: Machine, twin: Any) -> Any:
     forget()
     machine.fails = "append_kernel"
     errors = [warm_up(good), warm_up(good)]
-    names = {each[0] for each in machine.compiled}
+    names = {kernel[0] for kernel in machine.compiled}
     machine.fails = ""
     repaired = [warm_up(good), len(machine.compiled) > 1, warm_up(good)]
     repaired.append(len(machine.compiled))

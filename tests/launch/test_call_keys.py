@@ -63,8 +63,10 @@ def make_options() -> AttentionOptions:
     """Return options of which each is given."""
     return AttentionOptions(
         **{
-            name: make(*each, dtype=torch.float32) if isinstance(each, tuple) else each
-            for name, each in OPTIONS.items()
+            name: make(*option, dtype=torch.float32)
+            if isinstance(option, tuple)
+            else option
+            for name, option in OPTIONS.items()
         }
     )
 
@@ -103,7 +105,7 @@ def variants(tensor: Tensor) -> dict[str, Tensor]:
     }
     for axis in range(tensor.dim()):
         for what, old in (("size", shape), ("stride", strides)):
-            other = [each + 8 * (at == axis) for at, each in enumerate(old)]
+            other = [number + 8 * (at == axis) for at, number in enumerate(old)]
             found[f"{what} of axis {axis}"] = like(**{what: other})
     return found
 
@@ -156,12 +158,12 @@ def test_a_plan_belongs_to_every_property_of_every_tensor_that_is_not_read_at_ea
             given
         )
     assert sizes_fit(call)
-    for each in alike:
-        if each.startswith("size"):
-            what, name = each.rsplit(" of ", 1)
+    for equal_change in alike:
+        if equal_change.startswith("size"):
+            what, name = equal_change.rsplit(" of ", 1)
             other = variants(given[name])[what]
-            is_free = each == "size of axis 1 of block_table"
-            assert sizes_fit(call._replace(**{name: other})) == is_free, each
+            is_free = equal_change == "size of axis 1 of block_table"
+            assert sizes_fit(call._replace(**{name: other})) == is_free, equal_change
 
 
 def test_a_plan_belongs_to_every_option_and_every_property_of_one() -> None:
@@ -189,7 +191,7 @@ def check_options(key: Key) -> None:
             for other in others:
                 assert key(given | {name: other}) != key(given), (name, other)
     for name in ("k_scale", "v_scale"):
-        found = {str(key(given | {name: each})) for each in (None, 1.0, 2.0)}
+        found = {str(key(given | {name: scale})) for scale in (None, 1.0, 2.0)}
         assert len({*found, str(key(given))}) == 4
 
 
@@ -198,7 +200,11 @@ def test_a_repeated_call_belongs_to_every_property_of_every_tensor(
     is_paged: bool,
 ) -> None:
     call = make_call(is_paged)
-    names = [name for name, each in call._asdict().items() if isinstance(each, Tensor)]
+    names = [
+        name
+        for name, argument in call._asdict().items()
+        if isinstance(argument, Tensor)
+    ]
     fits = make_comparison([getattr(call, name) for name in names])
 
     def key(given: dict[str, Any]) -> Any:
@@ -256,5 +262,5 @@ def test_a_repeated_write_belongs_to_all_but_the_number_of_tokens(kind: str) -> 
     alike = {f"size of axis 0 of {name}" for name in tokens}
     assert find_alike(given, key, *optional) == alike
     for name in optional:
-        seen = {str(key(given | {name: each})) for each in (None, 1.0, 2.0, 3)}
+        seen = {str(key(given | {name: scale})) for scale in (None, 1.0, 2.0, 3)}
         assert len({*seen, str(key(given))}) == 5

@@ -89,9 +89,11 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(grid)
 
     monkeypatch.setattr(portable.PortablePlan, "start", note)
-    for each in (Sm90Plan, PackedPlan):
+    for plan_class in (Sm90Plan, PackedPlan):
         monkeypatch.setattr(
-            each, "launch_with_maps", lambda _, call, grid, *rest: found.append(grid)
+            plan_class,
+            "launch_with_maps",
+            lambda _, call, grid, *rest: found.append(grid),
         )
     yield found
 
@@ -108,8 +110,8 @@ def test_attention_is_launched_without_reading_the_device(
         query = torch.empty(step.num_actual_tokens, 4, 64, dtype=torch.float16)
         cache = torch.empty(2, 50, 16, 2, 64, dtype=torch.float16)
         table, starts, lens = (
-            mode.from_tensor(each)
-            for each in (step.block_table_tensor, step.query_start_loc, step.seq_lens)
+            mode.from_tensor(tensor)
+            for tensor in (step.block_table_tensor, step.query_start_loc, step.seq_lens)
         )
         with pytest.raises(Exception, match=r"item|data-dependent|[Ss]calar"):
             int(lens.max())
@@ -179,7 +181,7 @@ def test_attention_of_a_rank_reads_nothing_on_the_host(
         attention = unwrap(module.dcp_attention)
         given_on, named = attention(**fake, dcp_world_size=2, dcp_rank=1)
     query, _, _, table, starts, lens = given_on
-    assert [len(each) for each in (query, table, starts, lens)] == [6, 6, 7, 6]
+    assert [len(tensor) for tensor in (query, table, starts, lens)] == [6, 6, 7, 6]
     assert named["max_seq_len"] == 20 and named["max_query_len"] == 1
 
 
@@ -226,4 +228,4 @@ def test_a_pinned_buffer_is_not_filled_before_its_copy_has_run() -> None:
     torch.cuda._sleep(100_000_000)
     for old in range(8):
         seen.append(buffers.build([1], [old]).seq_lens.clone())
-    assert [each.item() for each in seen] == [old + 1 for old in range(8)]
+    assert [length.item() for length in seen] == [old + 1 for old in range(8)]

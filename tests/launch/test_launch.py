@@ -58,7 +58,7 @@ def test_the_cache_keeps_the_plans_used_last_and_no_more_than_its_capacity() -> 
         assert cache.get((0,)) == 0, "used in every step"
         assert len(cache) <= 8
         recent = range(max(0, number - 2), number + 1)
-        assert [cache.get((each,)) for each in recent] == list(recent)
+        assert [cache.get((number,)) for number in recent] == list(recent)
     assert cache.get((50,)) is None
     cache.clear()
     assert len(cache) == 0 and cache.get((0,)) is None
@@ -110,19 +110,21 @@ SERVES = ("reference", "optimized", "engine", "recorder", "integrations")
 
 def test_a_cache_without_a_bound_is_keyed_by_what_has_few_values() -> None:
     """A server that runs for weeks meets any number of shapes."""
-    names = [each for each in source_tree.modules() if each.split(".")[0] in SERVES]
+    names = [
+        module for module in source_tree.modules() if module.split(".")[0] in SERVES
+    ]
     wrong, unbounded = [], 0
     for module in names:
         for node in ast.walk(source_tree.tree_of(module)):
             if not isinstance(node, ast.FunctionDef):
                 continue
-            decorators = [ast.unparse(each) for each in node.decorator_list]
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
             if not {"cache", "lru_cache(None)", "lru_cache(maxsize=None)"} & {
-                each.removeprefix("functools.") for each in decorators
+                decorator.removeprefix("functools.") for decorator in decorators
             }:
                 continue
             unbounded += 1
-            keys = {each.arg for each in node.args.args}
+            keys = {argument.arg for argument in node.args.args}
             if keys - FEW_VALUES or node.args.vararg or node.args.kwarg:
                 wrong.append(f"{module}.{node.name}: {sorted(keys)}")
     assert wrong == [] and unbounded
@@ -261,7 +263,7 @@ def test_a_signature_holds_what_a_plan_is_made_from(
             )
         },
     ]
-    signatures = [sign(call), *(sign(call._replace(**each)) for each in changes)]
+    signatures = [sign(call), *(sign(call._replace(**change)) for change in changes)]
     assert None not in signatures
     assert len(set(signatures)) == len(signatures)
     again = AttentionOptions(causal=True, alibi_slopes=torch.zeros(4))
@@ -526,7 +528,7 @@ def test_a_repeated_call_finds_the_workspace_of_a_planned_one(
         workspace.find_workspace(GPU, 1, 1)
     gpu["capture"] = capture
     kept, addresses = workspace.find_addresses(GPU, 0, 1, counters, numbers)
-    assert addresses == tuple(each.data_ptr() for each in kept)
+    assert addresses == tuple(tensor.data_ptr() for tensor in kept)
     assert kept[0].dtype == torch.int32 and kept[1].dtype == torch.float32
     assert len(kept[0]) >= counters and len(kept[1]) >= numbers
     assert not kept[0].any()
@@ -558,8 +560,8 @@ def test_one_stream_of_a_device_keeps_a_large_workspace(
     assert workspace.find_workspace(GPU, 10, numbers)[1] is first
     assert workspace.find_addresses(GPU, 0, 1, 10, numbers)[0][1] is first
     assert not gpu["allocated"]
-    kept = [len(each.numbers) for each in workspace._streams.values()]
-    assert sum(each > workspace.MAX_KEPT_NUMBERS for each in kept) == 1
+    kept = [len(stream.numbers) for stream in workspace._streams.values()]
+    assert sum(count > workspace.MAX_KEPT_NUMBERS for count in kept) == 1
     other = torch.device("cuda", 1)
     workspace.find_workspace(other, 10, numbers)
     assert (
@@ -598,7 +600,7 @@ def test_the_launches_of_one_stream_in_one_capture_share_counters(
     two = workspace.find_workspace(GPU, 264, 1000)[0]
     gpu["stream"] = 2
     three = workspace.find_workspace(GPU, 264, 1000)[0]
-    assert len({each.data_ptr() for each in (one, two, three)}) == 3
+    assert len({counters.data_ptr() for counters in (one, two, three)}) == 3
     assert arena.free_counters == before - 3 * 288
 
 
@@ -611,17 +613,17 @@ def test_captures_that_find_no_counters_zero_their_own(gpu: dict[str, Any]) -> N
 def test_a_call_with_fake_tensors_leaves_none_in_the_workspace() -> None:
     with FakeTensorMode():
         found = workspace.find_workspace(torch.device("cpu"), 3, 5)
-    assert [type(each) for each in found] == [Tensor, Tensor]
+    assert [type(tensor) for tensor in found] == [Tensor, Tensor]
     assert found[0].tolist() == [0, 0, 0]
 
 
 def test_an_arena_hands_out_ranges_that_do_not_overlap() -> None:
     arena = workspace.Arena(torch.zeros(100, dtype=torch.int32))
     taken = [arena.take(32) for _ in range(3)]
-    for number, each in enumerate(taken):
-        assert each is not None
-        each.fill_(number + 1)
-    assert [int(each[0]) for each in taken if each is not None] == [1, 2, 3]
+    for number, counters in enumerate(taken):
+        assert counters is not None
+        counters.fill_(number + 1)
+    assert [int(counters[0]) for counters in taken if counters is not None] == [1, 2, 3]
     assert arena.take(32) is None and arena.free_counters == 4
 
 
@@ -652,7 +654,7 @@ def test_the_launches_of_a_graph_share_counters() -> None:
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        assert all(torch.equal(each, expected) for each in outs)
+        assert all(torch.equal(out, expected) for out in outs)
     assert 0 < used[0] == used[1] == used[2] <= 1024
 
 

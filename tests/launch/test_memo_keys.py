@@ -95,7 +95,7 @@ def test_what_is_kept_is_found_again_for_equal_inputs_alone(name: str) -> None:
     memo = MEMOS[name]
     assert {*memo.inputs} == {*memo.others}
     for changed in combinations_with_replacement(memo.inputs, 2):
-        inputs = memo.inputs | {each: memo.others[each] for each in changed}
+        inputs = memo.inputs | {name: memo.others[name] for name in changed}
         used = memo.make()
         first = memo.ask(used, **memo.inputs)
         new = memo.make()

@@ -88,7 +88,7 @@ def buffers_of(arguments: Arguments, value_size: int | None = None) -> Arguments
 
 def draw_attention(name: str, device: torch.device) -> list[Arguments]:
     own = SMALL[::2] if name == "paged_attention" else SMALL_RAGGED
-    return [with_buffers(build_call(*each, device)) for each in own]
+    return [with_buffers(build_call(*sizes, device)) for sizes in own]
 
 
 def draw_batch(seed: int, device: torch.device) -> Arguments:
@@ -124,7 +124,7 @@ def draw_latents(name: str, device: torch.device) -> list[Arguments]:
             found.append(batch.prefill_arguments())
     found[1] |= {"max_context_chunk": 13} if name == "latent_prefill_attention" else {}
     found[1] = buffers_of(found[1], plan.value)
-    return [pack_options(**each) for each in found]
+    return [pack_options(**arguments) for arguments in found]
 
 
 def draw_writes(name: str, device: torch.device) -> list[Arguments]:
@@ -230,9 +230,9 @@ def lowered(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
     """Return the overload that a call means, and its arguments as the overload has them."""
     packet = getattr(torch.ops.pagetwin, name)
     overload = packet.default
-    if any(arguments.get(each) is not None for each in BUFFERS):
+    if any(arguments.get(buffer) is not None for buffer in BUFFERS):
         overload = packet.out
-    names = {each.name for each in overload._schema.arguments}
+    names = {argument.name for argument in overload._schema.arguments}
     arguments = dict(arguments)
     if "options" in arguments:
         arguments |= unpack_options(arguments.pop("options"))
@@ -293,7 +293,7 @@ def test_torch_finds_no_fault_in_an_operator(name: str, device: torch.device) ->
             continue  # without such an overload: the call makes an output itself
         overload, given = lowered(name, arguments)
         checks = set(optests.generate_tests.DEFAULT_TEST_UTILS)
-        if any(is_fp8(each) for each in given.values()):
+        if any(is_fp8(argument) for argument in given.values()):
             checks -= {"test_schema"}  # it compares tensors, which torch cannot in FP8
         if overload in graphed:
             checks -= {"test_aot_dispatch_dynamic"}  # it is a property of the overload
@@ -324,8 +324,8 @@ def test_an_operator_returns_none_of_its_arguments(name: str) -> None:
     packet = getattr(torch.ops.pagetwin, name)
     for overload in map(packet.__getattr__, packet.overloads()):
         schema = overload._schema
-        written = [each.name for each in schema.arguments if each.is_write]
-        assert all(each.alias_info is None for each in schema.returns)
+        written = [argument.name for argument in schema.arguments if argument.is_write]
+        assert all(result.alias_info is None for result in schema.returns)
         assert bool(written) == (not schema.returns)
 
 
@@ -350,7 +350,7 @@ def test_a_call_that_is_not_traced_takes_no_operator(
     """A mode that only watches gets what the function does inside."""
     with Seen() as seen:
         getattr(TWIN, name)(**DRAWN[name](name, device)[0])
-    assert not [each for each in seen.names if each.startswith("pagetwin")]
+    assert not [name for name in seen.names if name.startswith("pagetwin")]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -418,7 +418,7 @@ def draw_step(
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    lens = [sum(each) for each in zip(query_lens, computed, strict=True)]
+    lens = [sum(counts) for counts in zip(query_lens, computed, strict=True)]
     table = torch.randperm(3 * len(lens), generator=generator).view(-1, 3)
     starts = torch.tensor([0, *query_lens]).cumsum(0)
     batch = {
@@ -478,9 +478,9 @@ def test_another_batch_size_compiles_at_most_once_more(device: torch.device) -> 
         uncompiled = copy.deepcopy(arguments)
         cache, key, value, query, batch, computed = arguments
         torch._dynamo.mark_dynamic(cache, 1)
-        for each in (key, value, query, *batch.values(), computed):
-            if isinstance(each, Tensor):
-                torch._dynamo.mark_dynamic(each, 0)
+        for argument in (key, value, query, *batch.values(), computed):
+            if isinstance(argument, Tensor):
+                torch._dynamo.mark_dynamic(argument, 0)
         assert_same(compiled(*arguments), step(*uncompiled))
         assert_same(cache, uncompiled[0])
     assert counter.frame_count <= 2
@@ -491,8 +491,10 @@ def test_a_graph_recorded_by_make_fx_has_the_operators(
     tracing_mode: str, device: torch.device
 ) -> None:
     cache, key, value, query, batch, computed = draw_step(*STEPS[1], device)
-    numbers = {name: each for name, each in batch.items() if isinstance(each, int)}
-    tensors = [each for each in batch.values() if isinstance(each, Tensor)]
+    numbers = {
+        name: number for name, number in batch.items() if isinstance(number, int)
+    }
+    tensors = [tensor for tensor in batch.values() if isinstance(tensor, Tensor)]
 
     def flat(*given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         names = (name for name in batch if name not in numbers)
@@ -654,8 +656,10 @@ def test_an_argument_without_its_axes_is_rejected_while_a_graph_is_made(
         compiled(**given)
     with FakeTensorMode() as mode:
         fake = {
-            name: mode.from_tensor(each) if isinstance(each, Tensor) else each
-            for name, each in given.items()
+            name: mode.from_tensor(argument)
+            if isinstance(argument, Tensor)
+            else argument
+            for name, argument in given.items()
         }
         with pytest.raises(ValueError, match=r"query has shape \[\d+, \d+\]: expected"):
             TWIN.paged_attention(**fake)
@@ -665,10 +669,12 @@ def test_an_argument_without_its_axes_is_rejected_while_a_graph_is_made(
 
 def test_numbers_arrive_as_they_were_written() -> None:
     default = torch.ops.pagetwin.merge_attn_states.default
-    bases = {each.name: each.default_value for each in default._schema.arguments}
+    bases = {
+        argument.name: argument.default_value for argument in default._schema.arguments
+    }
     assert bases["prefix_lse_base"] == math.e
     attention = torch.ops.pagetwin.paged_attention.default
-    names = [each.name for each in attention._schema.arguments]
+    names = [argument.name for argument in attention._schema.arguments]
     for name in signature(TWIN.paged_attention).parameters:
         assert (name in names) == (name not in (*BUFFERS, "options"))
     assert set(OPTION_NAMES) < set(names)

@@ -309,7 +309,7 @@ def test_a_signature_has_all_numbers_and_options(machine: Machine) -> None:
     ]  # fmt: skip
     for sinks in (torch.zeros(4), torch.zeros(8)[::2], torch.zeros(4).double()):
         changed.append({"options": AttentionOptions(causal=True, sinks=sinks)})
-    found = [sign(tensors), *(sign(tensors, **each) for each in changed)]
+    found = [sign(tensors), *(sign(tensors, **change) for change in changed)]
     for name in ("block_table", "out", "lse"):
         found.append(sign(tensors | {name: None}))
     assert None not in found
@@ -409,7 +409,7 @@ def test_calls_that_differ_in_their_caches_alone_are_repeated_each_as_it_was_rec
         for cache in caches[:4]:
             attend(cache)
     assert planned == sizes[:4]
-    assert [each[4] for each in machine.launched] == 2 * sizes[:4]
+    assert [launched[4] for launched in machine.launched] == 2 * sizes[:4]
     # four are kept; the one that was recorded first gives way
     attend(caches[4])
     attend(caches[3])
@@ -440,7 +440,7 @@ def test_the_third_call_is_repeated_and_validation_of_contents_is_not_skipped(
         if is_wrong:
             raise IndexError("wrong")
         if RECORDING.notes is not None:
-            pointers = tuple(each.data_ptr() for each in call[:3])
+            pointers = tuple(tensor.data_ptr() for tensor in call[:3])
             direct = DirectLaunch(machine.launch, (), True, 0)
             RECORDING.notes.append(
                 LaunchNote(direct, (1, 1, 1), None, (), pointers, (), (), True)
@@ -496,8 +496,8 @@ def test_on_one_stream_no_launch_of_another_thread_is_between_two_of_a_call(
             assert launch(repeated, tensors, PLAIN)
 
     with ThreadPoolExecutor(2) as threads:
-        for each in [threads.submit(run) for _ in range(2)]:
-            each.result()
+        for future in [threads.submit(run) for _ in range(2)]:
+            future.result()
     assert len(set(order)) == 2 and order[::2] == order[1::2]
 
 
@@ -732,7 +732,7 @@ def test_each_argument_of_an_operation_tells_its_repeated_calls_apart(
     seen: list[Any] = []
 
     def capture(call: AttentionCall, more: Any, known: Any) -> Tensor:
-        tensors = [each for each in call if isinstance(each, Tensor)]
+        tensors = [argument for argument in call if isinstance(argument, Tensor)]
         seen.append(
             (
                 signatures.sign_numbers(call, more),
@@ -818,7 +818,7 @@ def test_a_repeated_write_takes_aligned_addresses_only(
     writes.profiled, writes.device = False, 1
     assert not write.launch(*given)
     tensors = (key, value, key_cache, value_cache, slots)
-    k, v, of_k, of_v, at = (each.data_ptr() for each in tensors)
+    k, v, of_k, of_v, at = (tensor.data_ptr() for tensor in tensors)
     arguments = (
         (k, 128, 1),
         (v, 64, 1),
@@ -849,7 +849,7 @@ def test_a_repeated_write_has_the_programs_of_its_own_tokens(writes: Machine) ->
         new = torch.zeros(tokens), torch.zeros(others)
         given = new, (cache, cache), slots[:stored], (None, None)
         assert write.launch(*given) == (programs is not None)
-        found = [(each[0], each[-1][5]) for each in writes.launched]
+        found = [(launched[0], launched[-1][5]) for launched in writes.launched]
         assert found == ([] if programs is None else [(programs, stored)])
 
 
@@ -872,10 +872,13 @@ def test_a_signature_of_a_write_has_all_but_its_addresses_and_tokens(
         for other in (key[:, :1], key.double(), torch.zeros(5, 2, 16)[..., ::2]):
             changed.append({name: other})
     for name in ("k", "v"):
-        changed += [{name: each} for each in (cache[:2], cache[:, :8], cache.half())]
+        changed += [
+            {name: other_cache}
+            for other_cache in (cache[:2], cache[:, :8], cache.half())
+        ]
     changed += [{"slots": torch.zeros(10).long()[::2]}, {"slots": slots.int()}]
     changed += [{"k_scale": None}, {"k_scale": scale.double()}, {"v_scale": 1.0}]
-    found = [sign(), *(sign(**each) for each in changed)]
+    found = [sign(), *(sign(**change) for change in changed)]
     assert None not in found
     assert len(set(found)) == len(found)
 
@@ -928,10 +931,10 @@ def test_bounds_of_keys_are_rounded_up_as_far_as_the_block_table_allows(
         return round_key_bound(found)
 
     keys = (3, 63, 64, 65, 128, 129, 190, 192)
-    assert [bound(each) for each in keys] == [64, 64, 64, 128, 128, 192, 192, 192]
-    assert [bound(each, block_table=table[:, :5]) for each in (60, 65)] == [64, 80]
+    assert [bound(key) for key in keys] == [64, 64, 64, 128, 128, 192, 192, 192]
+    assert [bound(key, block_table=table[:, :5]) for key in (60, 65)] == [64, 80]
     # new tokens alone, more keys than the table has, ragged keys
-    assert [bound(each) for each in (1, 2, 193)] == [1, 2, 193]
+    assert [bound(key) for key in (1, 2, 193)] == [1, 2, 193]
     assert bound(65, block_table=None) == 65
     assert sign(tensors, max_key_len=65) == sign(tensors, max_key_len=128)
     assert sign(tensors, max_key_len=64) != sign(tensors, max_key_len=65)

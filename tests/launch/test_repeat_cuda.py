@@ -100,11 +100,11 @@ def write(seed: int, dtype: torch.dtype = BF16, scale: Any = None) -> Call:
     scales = [torch.full((1,), 2.0, device="cuda") if scale == "tensor" else scale] * 2
 
     def call(tokens: int = 100) -> list[Tensor]:
-        for each in caches:
-            each.view(torch.uint8).fill_(255)
+        for cache in caches:
+            cache.view(torch.uint8).fill_(255)
         new = key[:tokens], value[:tokens]
         twin.reshape_and_cache(*new, *caches, slots[:tokens], *scales)
-        return [each.view(torch.uint8) for each in caches]
+        return [cache.view(torch.uint8) for cache in caches]
 
     return call
 
@@ -191,7 +191,7 @@ def through_triton(call: Call) -> list[Tensor]:
         for name in ("launcher", "repeat.repeated_call", "repeat.writes"):
             module = import_module(f"pagetwin.optimized.runtime.{name}")
             patched.setattr(module, "is_profiled", lambda: True)
-        return [each.clone() for each in call()]
+        return [tensor.clone() for tensor in call()]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -202,7 +202,7 @@ def test_a_repeated_call_is_bitwise_equal_to_one_through_triton(
         call = CASES[case](seed)
         for _ in range(3):
             planned.clear()
-            found = [each.clone() for each in call()]
+            found = [tensor.clone() for tensor in call()]
         assert not planned, "the third call was planned"
         for one, other in zip(found, through_triton(call), strict=True):
             assert torch.equal(one, other) and not one.float().isnan().any()
@@ -222,8 +222,8 @@ def test_a_captured_repeated_call_is_bitwise_equal_in_each_replay(
         found = call()
     assert not planned
     for _ in range(3):
-        for each in found:
-            each.fill_(7)
+        for result in found:
+            result.fill_(7)
         graph.replay()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
@@ -238,7 +238,7 @@ def test_a_repeated_write_of_another_number_of_tokens_is_equal_to_one_through_tr
         call()
     for tokens in (1, 99, 16, 100, 33):
         planned.clear()
-        found = [each.clone() for each in call(tokens)]
+        found = [tensor.clone() for tensor in call(tokens)]
         assert not planned
         expected = through_triton(partial(call, tokens))
         for one, other in zip(found, expected, strict=True):
@@ -274,7 +274,7 @@ def test_threads_repeat_calls_on_streams_of_their_own_or_on_one(
     """A workspace, a recording or a tensor map of another thread would change the results."""
     shared = torch.cuda.Stream() if is_shared else None
     names = [name for name in CASES if not name.startswith("write")]
-    calls = {name: [CASES[name](10 + each) for each in range(4)] for name in names}
+    calls = {name: [CASES[name](10 + seed) for seed in range(4)] for name in names}
     expected = {
         name: [through_triton(call)[0] for call in made] for name, made in calls.items()
     }
@@ -298,9 +298,9 @@ def test_threads_repeat_calls_on_streams_of_their_own_or_on_one(
         except Exception as error:
             wrong.append(f"{type(error).__name__}: {error}")
 
-    threads = [threading.Thread(target=run, args=(each,)) for each in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for started in threads:
+        started.start()
+    for started in threads:
+        started.join()
     assert not wrong, sorted(set(wrong))

@@ -106,7 +106,7 @@ def test_warm_up_tells_what_it_compiled_and_leaves_the_cache_as_it_is(
     options = (AttentionOptions(), AttentionOptions(tree_mask=tree))
     spec = make_spec(device, options=options, lse=(True,), cascades=True)
     found = warm_up(spec)
-    assert {each.kernel.partition(",")[0] for each in found} == {
+    assert {warmed.kernel.partition(",")[0] for warmed in found} == {
         "reshape_and_cache",
         "short_decode_kernel",
         # on a chip with so many multiprocessors two requests are few
@@ -116,16 +116,19 @@ def test_warm_up_tells_what_it_compiled_and_leaves_the_cache_as_it_is(
         "cascade_prefix_kernel",
         "cascade_rest_kernel",
     }
-    assert {(each.options, each.lse) for each in found[1:]} == {(0, True), (1, True)}
-    assert all(each.num_reqs <= 2 and each.max_query_len <= 10 for each in found)
-    assert all(each.max_seq_len <= 40 for each in found)
+    assert {(warmed.options, warmed.lse) for warmed in found[1:]} == {
+        (0, True),
+        (1, True),
+    }
+    assert all(warmed.num_reqs <= 2 and warmed.max_query_len <= 10 for warmed in found)
+    assert all(warmed.max_seq_len <= 40 for warmed in found)
     assert len(found) == len(set(found))
     assert bool((spec.key_cache == 3).all()) and bool((spec.value_cache == 3).all())
 
 
 def test_a_spec_of_decodes_compiles_no_prefill(device: torch.device) -> None:
     spec = make_spec(device, max_query_len=1, max_num_reqs=9)
-    found = {each.kernel for each in warm_up(spec)}
+    found = {warmed.kernel for warmed in warm_up(spec)}
     decodes = {"short_decode_kernel", "decode_kernel"}
     if device.type == "cuda":
         # with so many multiprocessors nine requests are few

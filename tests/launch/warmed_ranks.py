@@ -137,9 +137,15 @@ def main(chip: int) -> None:
             assert launches
             if keys_of(launches) - warmed:
                 missing += [
-                    [each[0].__name__, str(options.given), lens[:3], len(lens), tokens]
-                    for each in launches
-                    if keys_of([each]) - warmed
+                    [
+                        launch[0].__name__,
+                        str(options.given),
+                        lens[:3],
+                        len(lens),
+                        tokens,
+                    ]
+                    for launch in launches
+                    if keys_of([launch]) - warmed
                 ]
     print(json.dumps({"warmed": len(warmed), "steps": steps, "missing": missing}))
 
