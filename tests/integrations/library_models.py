@@ -35,10 +35,13 @@ class InFloat64(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
-        upcast = [torch.float64 if each is torch.float32 else each for each in args]
+        upcast = [
+            torch.float64 if argument is torch.float32 else argument
+            for argument in args
+        ]
         named = {
-            name: torch.float64 if each is torch.float32 else each
-            for name, each in (kwargs or {}).items()
+            name: torch.float64 if argument is torch.float32 else argument
+            for name, argument in (kwargs or {}).items()
         }
         return func(*upcast, **named)
 
@@ -60,8 +63,8 @@ def logits_of(name: str, **inputs: Any) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         same = tiny(name)(**inputs).logits
         inputs = {
-            key: each.double() if each.is_floating_point() else each
-            for key, each in inputs.items()
+            key: tensor.double() if tensor.is_floating_point() else tensor
+            for key, tensor in inputs.items()
         }
         with InFloat64():
             truth = exact(name)(**inputs).logits
@@ -78,7 +81,7 @@ def assert_rows(
     and one by one.
     """
     assert truth.dtype == torch.float64
-    lost = torch.stack([(each - truth).abs().amax(1) for each in same])
+    lost = torch.stack([(logits - truth).abs().amax(1) for logits in same])
     worse = torch.stack(list(same))[lost.argmax(0), torch.arange(len(truth))]
     verdict = judge_rows(found, truth, worse, torch.float32)
     assert verdict.ok, f"{about}: {verdict}"
@@ -121,8 +124,8 @@ def attention_names(name: str) -> tuple[list[str], list[str]]:
         and "layer" in module_name
         and not hasattr(module, "layer_norm")
     ]
-    encoder = [each for each in names if "encoder" in each.split(".")[:2]]
-    return encoder, [each for each in names if each not in encoder]
+    encoder = [name for name in names if "encoder" in name.split(".")[:2]]
+    return encoder, [name for name in names if name not in encoder]
 
 
 def is_dispatched(name: str) -> bool:

@@ -123,7 +123,9 @@ def test_the_library_s_own_continuous_batching_gives_the_same_tokens(name: str) 
         generation_config=settings,
         continuous_batching_config=batching,
     )
-    batched = {tuple(each.prompt_ids): each.generated_tokens for each in told.values()}
+    batched = {
+        tuple(answer.prompt_ids): answer.generated_tokens for answer in told.values()
+    }
     answers = generate(tiny(name), PROMPTS, "reference", **CROWDED)
     assert answers == [batched[tuple(prompt)] for prompt in PROMPTS]
 
@@ -247,10 +249,10 @@ def test_a_batch_is_not_used_by_models_that_are_not_in_the_step(name: str) -> No
     model, other = tiny(name), tiny("nemotron")
     prompts = [PROMPTS[3][:5], PROMPTS[3][5:]]
     told = [
-        logits_of(each, input_ids=on_device([PROMPTS[3]]))[1]
-        for each in ("nemotron", name)
+        logits_of(model_name, input_ids=on_device([PROMPTS[3]]))[1]
+        for model_name in ("nemotron", name)
     ]
-    apart = [logits_of(name, input_ids=on_device([each]))[1] for each in prompts]
+    apart = [logits_of(name, input_ids=on_device([prompt]))[1] for prompt in prompts]
     hook = _CallsOthers(other, model)
     with (
         torch.no_grad(),

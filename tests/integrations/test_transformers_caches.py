@@ -133,13 +133,13 @@ def test_a_mask_that_a_compiled_model_got_is_read_again_after_a_write(
     mask = torch.empty(2, 1, *2 * ids.shape[1:], dtype=torch.bool, device=ids.device)
     with torch.no_grad():
         told = [
-            tiny("llama")(ids, attention_mask=each).logits[:, -1]
-            for each in (tokens, fewer)
+            tiny("llama")(ids, attention_mask=attended).logits[:, -1]
+            for attended in (tokens, fewer)
         ]
         model = compiled("llama")
         with use_attention(model, "reference"):
-            for each, expected in zip((tokens, fewer), told, strict=True):
-                mask.copy_(each[:, None, None, :]).tril_()
+            for attended, expected in zip((tokens, fewer), told, strict=True):
+                mask.copy_(attended[:, None, None, :]).tril_()
                 found = model(ids, attention_mask=mask).logits[:, -1]
                 torch.testing.assert_close(found, expected)
     assert not torch.allclose(*told)
@@ -206,7 +206,7 @@ def test_assisted_decoding_crops_a_paged_cache(
         weight += on_device(draw(*weight.shape, seed=8)) / VOCABULARY - 0.5
     given |= {"past_key_values": cache, "assistant_model": assistant}
     assert generated("llama", implementation, **given) == told
-    assert any(each != 0 for each in cropped)
+    assert any(count != 0 for count in cropped)
 
 
 def test_prompt_lookup_crops_a_paged_cache_with_windows() -> None:

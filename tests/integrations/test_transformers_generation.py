@@ -62,7 +62,7 @@ def test_an_output_ends_with_the_model_s_own_end_token(
         lambda end: [end],
         lambda end: (end, end),
         lambda end: {end},
-        lambda end: (each for each in [end]),
+        lambda end: (token for token in [end]),
         lambda end: np.array([end]),
         lambda end: torch.tensor([end]),
         lambda end: torch.tensor([end, 1], dtype=torch.int32),

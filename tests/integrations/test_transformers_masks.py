@@ -22,12 +22,12 @@ from transformers import AttentionInterface
 
 def mask_of(*rows: str) -> Tensor:
     """Return a mask of one request; a query attends to the keys with a 1."""
-    return torch.tensor([[[[each == "1" for each in row] for row in rows]]])
+    return torch.tensor([[[[character == "1" for character in row] for row in rows]]])
 
 
 def flags(columns: Tensor) -> str:
     """Return the columns of one request as text."""
-    return "".join(str(int(each)) for each in columns[0])
+    return "".join(str(int(flag)) for flag in columns[0])
 
 
 # ruff: noqa: E501
@@ -117,7 +117,7 @@ def test_attention_is_the_mean_of_the_keys_that_the_mask_shows(
     )
     shown = mask[0, 0].float()
     right = shown @ values / shown.sum(1).clamp(min=1)
-    right = right * torch.tensor([float(each) for each in queries])
+    right = right * torch.tensor([float(query) for query in queries])
     torch.testing.assert_close(found[0, :, 0, 0].cpu(), right)
 
 
@@ -191,7 +191,8 @@ def test_the_mask_shows_whether_a_bidirectional_window_includes_its_end() -> Non
 def columns_of(queries: str, keys: str) -> PaddedColumns:
     """Return the columns of one request."""
     of_queries, of_keys = (
-        torch.tensor([[each == "1" for each in text]]) for text in (queries, keys)
+        torch.tensor([[character == "1" for character in text]])
+        for text in (queries, keys)
     )
     return PaddedColumns(of_queries, of_keys)
 

@@ -91,7 +91,7 @@ class History:
     ) -> None:
         self.random = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.layers = [Layer(index, each) for index, each in enumerate(windows)]
+        self.layers = [Layer(index, window) for index, window in enumerate(windows)]
         self.name = register(implementation)
         self.cache = PagedCache(96, 3, implementation)
         self.dense = Dense(self.random.randint(1, 3), len(windows))

@@ -225,7 +225,9 @@ def test_bad_calls_of_a_batch_raise_and_change_nothing(
     assert batch.step is step
     for layer, pages in batch.pages.items():
         for name in ("key_cache", "value_cache"):
-            now, then = (getattr(each, name) for each in (pages, before[layer]))
+            now, then = (
+                getattr(its_pages, name) for its_pages in (pages, before[layer])
+            )
             assert torch.equal(now.isnan(), then.isnan())
             assert torch.equal(now.nan_to_num(), then.nan_to_num())
     torch.testing.assert_close(decode(model, batch), told)
@@ -274,7 +276,7 @@ def test_a_model_runs_under_autocast(name: str, dtype: torch.dtype) -> None:
             assert again.tolist() == told.tolist()
             assert found[3] == told[0, len(PROMPTS[3]) :].tolist()
             assert cache.layers[0].pages.key_cache.dtype == dtype
-    assert [len(each) for each in found] == [2] * len(PROMPTS)
+    assert [len(tokens) for tokens in found] == [2] * len(PROMPTS)
 
 
 def test_layers_of_different_dtypes_raise(model: Any) -> None:

@@ -62,9 +62,11 @@ def test_models_of_one_configuration_generate_in_several_threads() -> None:
             generate(model, PROMPTS, "reference", max_new_tokens=4) for _ in range(6)
         ]
 
-    found = run_in_threads(*(lambda model=each: repeat(model) for each in models))
+    found = run_in_threads(
+        *(lambda model=own_model: repeat(model) for own_model in models)
+    )
     assert found == [[told] * 6] * 3
-    assert {each.config._attn_implementation for each in models} == {"eager"}
+    assert {model.config._attn_implementation for model in models} == {"eager"}
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "mpt", "falcon"])

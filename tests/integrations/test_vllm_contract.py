@@ -38,9 +38,11 @@ def classes_of(use_mla: bool) -> Iterator[tuple[str, type]]:
 def methods_of_vllm(version: str, name: str) -> dict[str, dict[str, Any]]:
     """Return the methods of one of vLLM's classes and of its bases."""
     described = {
-        each: members
+        class_name: members
         for module in (LATENT, BACKEND)
-        for each, members in recorded(version)["modules"][module]["classes"].items()
+        for class_name, members in recorded(version)["modules"][module][
+            "classes"
+        ].items()
     }
     found: dict[str, dict[str, Any]] = {}
     for base in described[name]["bases"]:
@@ -68,8 +70,8 @@ def test_the_table_of_interfaces_says_what_the_wheels_say(version: str) -> None:
 
 
 def test_every_minor_version_of_the_table_is_recorded_and_in_order() -> None:
-    minors = [tuple(map(int, each.split(".")[:2])) for each in VERSIONS]
-    assert [each.minor for each in INTERFACES] == minors
+    minors = [tuple(map(int, version.split(".")[:2])) for version in VERSIONS]
+    assert [interface.minor for interface in INTERFACES] == minors
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -105,7 +107,9 @@ def test_a_method_of_ours_takes_what_vllms_takes(version: str, use_mla: bool) ->
                 parameters = described["parameters"]
                 if method == "__init__":
                     # what a subclass of vLLM's own adds has a default
-                    parameters = [each for each in parameters if each[2] is None]
+                    parameters = [
+                        parameter for parameter in parameters if parameter[2] is None
+                    ]
                 for args, keywords in _forms(parameters, method):
                     inspect.signature(plain).bind(*args, **keywords)
 
@@ -120,7 +124,7 @@ def _forms(
     if method != "__init__":  # the recorded calls say how vLLM constructs
         yield [0] * len(plain), keywords
     yield (
-        [0] * (plain[:1] in [[each] for each in own]),
+        [0] * (plain[:1] in [[first] for first in own]),
         {**{name: 0 for name in plain if name not in own}, **keywords},
     )
 
@@ -132,7 +136,7 @@ def test_our_methods_accept_every_call_that_vllm_makes(
 ) -> None:
     """vLLM 0.31 called get_supported_kernel_block_sizes with an argument that had not existed."""
     with fake_vllm(version, use_mla):
-        ours = [each for _, each in classes_of(use_mla)]
+        ours = [cls for _, cls in classes_of(use_mla)]
         count = 0
         for caller, hooks in recorded(version)["calls"].items():
             if "sparse" in caller or ("mla" in Path(caller).stem) != use_mla:
@@ -155,7 +159,7 @@ def test_our_methods_accept_every_call_that_vllm_makes(
 
 
 def _owner(classes: list[type], hook: str) -> type | None:
-    return next((each for each in classes if hasattr(each, hook)), None)
+    return next((cls for cls in classes if hasattr(cls, hook)), None)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -231,8 +235,13 @@ def test_the_page_has_every_version_and_every_environment_variable() -> None:
         for minor in row[0].removeprefix("| ").split(", ")
     }
     assert told == {
-        (each.name, each.torch, each.is_packed, each.has_shape_hooks)
-        for each in INTERFACES
+        (
+            interface.name,
+            interface.torch,
+            interface.is_packed,
+            interface.has_shape_hooks,
+        )
+        for interface in INTERFACES
     }
     for folder in ("optimized", "shared"):
         for path in (ROOT / folder).rglob("*.py"):

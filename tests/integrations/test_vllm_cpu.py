@@ -49,7 +49,7 @@ def validate(cls: Any, device_capability: Any, **given: Any) -> list[str]:
     ]
     if not cls.supports_compute_capability(device_capability):
         reasons.append("compute capability not supported")
-    return [each for each in reasons if each is not None]
+    return [reason for reason in reasons if reason is not None]
 
 
 @pytest.fixture(params=[VERSIONS[0], VERSIONS[-1]])

@@ -121,8 +121,8 @@ class LatentSteps:
             query: [tokens, heads of all ranks, RANK + ROPE].
             lens: new tokens of each request.
         """
-        totals = [len(each) for each in self.latents]
-        local = [int(self.owns(torch.arange(each)).sum()) for each in totals]
+        totals = [len(latents) for latents in self.latents]
+        local = [int(self.owns(torch.arange(total)).sum()) for total in totals]
         metadata = SimpleNamespace(
             query_start_loc=torch.tensor([0, *lens]).cumsum(0).int(),
             max_seq_len=MAX_BLOCKS * BLOCK_SIZE,
@@ -140,7 +140,7 @@ class LatentSteps:
 
     def judge(self, query: Tensor, lens: Sequence[int], out: Tensor) -> float:
         """Return the error of an output, divided by its budget."""
-        stored = [each[:, None] for each in self.latents]
+        stored = [latents[:, None] for latents in self.latents]
         options: dict[str, Any] = {"causal": True, "scale": SCALE}
         if self.fp8:
             stored = [quantise_by_hand(x, 0.5, torch.float8_e4m3fn) for x in stored]
@@ -171,7 +171,7 @@ def serve(
 
 @pytest.mark.parametrize(
     ("version", "implementation"),
-    [(NEWEST, "reference"), *((each, "optimized") for each in VERSIONS)],
+    [(NEWEST, "reference"), *((version, "optimized") for version in VERSIONS)],
 )
 def test_latents_on_two_ranks_are_attention_over_all_of_them_in_each_version(
     processes: RankProcesses, version: str, implementation: str

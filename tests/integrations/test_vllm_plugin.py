@@ -289,9 +289,9 @@ def test_a_captured_step_reads_the_buffers_of_each_replay(version: str) -> None:
         steps.impl.forward(*calls)
     for lens in ((20, 33, 7), (4, 33, 1)):
         # the first keys of a sequence are a sequence too
-        rows = [list(each) for each in (steps.keys, steps.values)]
+        rows = [list(states) for states in (steps.keys, steps.values)]
         steps.keys, steps.values = (
-            [part[:n] for part, n in zip(each, lens, strict=True)] for each in rows
+            [part[:n] for part, n in zip(row, lens, strict=True)] for row in rows
         )
         common.seq_lens[:3] = torch.tensor(lens)
         query.copy_(steps._rows(4, 3))
@@ -368,7 +368,7 @@ def latent_step(
         ),
     )
     view = cache.view(torch.float8_e4m3fn) if fp8 else cache
-    parts = tuple(each.to(device) for each in query.split([rank, rope], dim=2))
+    parts = tuple(part.to(device) for part in query.split([rank, rope], dim=2))
     slot_mapping = torch.cat([*slots, torch.tensor([-1])]).to(device)
     layer, errors = SimpleNamespace(), []
     # the second scale is that of new weights

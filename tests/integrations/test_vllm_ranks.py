@@ -75,7 +75,7 @@ def serve(
 
 @pytest.mark.parametrize(
     ("version", "implementation"),
-    [(NEWEST, "reference"), *((each, "optimized") for each in VERSIONS)],
+    [(NEWEST, "reference"), *((version, "optimized") for version in VERSIONS)],
 )
 def test_two_ranks_compute_what_one_computes_in_each_version(
     processes: RankProcesses, version: str, implementation: str
@@ -175,12 +175,14 @@ def test_a_chunk_reads_the_earlier_keys_of_a_rank_once(
     for rank, found in enumerate(both):
         assert not isinstance(found, Exception), found
         assert max(error for error, _, _ in found) <= 1
-        assert all(each == ["all_gather", "all_to_all"] for _, _, each in found)
+        assert all(
+            collectives == ["all_gather", "all_to_all"] for _, _, collectives in found
+        )
         earlier = [(0, 0, 0), (40, 1, 2), (80, 2, 4)]
-        shares = [sum((each + 1 - rank) // 2 for each in lens) for lens in earlier]
-        decode_reads = sum((each + 1 - rank) // 2 for each in (81, 43, 6))
+        shares = [sum((length + 1 - rank) // 2 for length in lens) for lens in earlier]
+        decode_reads = sum((length + 1 - rank) // 2 for length in (81, 43, 6))
         assert [reads for _, reads, _ in found] == [
-            *([each] for each in shares),
+            *([reads] for reads in shares),
             [decode_reads],
         ]
 
@@ -240,27 +242,29 @@ def two_layers(ranks: RankGroup) -> list[bool]:
         one, other = RankSteps(NEWEST, group), RankSteps(NEWEST, group)
         query = one._rows(4, 2)
         # vLLM measures memory: there are neither caches nor metadata
-        for each in (one, other):
+        for steps in (one, other):
             out = torch.full_like(query, torch.nan)
-            each.impl.forward(each.layer, query, None, None, one.cache[:0], None, out)
+            steps.impl.forward(steps.layer, query, None, None, one.cache[:0], None, out)
             assert bool((out == 0).all())
         holds = [one.impl.shared.kind is other.impl.shared.kind]
-        for each in (one, other):
-            assert each.step((40, 3, 1)) <= 1
+        for steps in (one, other):
+            assert steps.step((40, 3, 1)) <= 1
         common = one.common((1, 1, 1), True, 0)
         metadata = one.builder.build(0, common)
         holds.append(metadata.shared_batch is None)
         query = one._rows(4, 3)
         batches = []
-        for each, lens in ((one, None), (other, None), (one, (7, 3, 1))):
+        for steps, lens in ((one, None), (other, None), (one, (7, 3, 1))):
             for req, count in enumerate(lens or ()):
                 # vLLM writes the lengths of the next step into the same tensors
                 common.seq_lens[req] = count
-                each.keys[req] = each.keys[req][:count]
-                each.values[req] = each.values[req][:count]
+                steps.keys[req] = steps.keys[req][:count]
+                steps.values[req] = steps.values[req][:count]
             out = torch.full_like(query, torch.nan)
-            each.impl.forward(each.layer, query, None, None, each.cache, metadata, out)
-            holds.append(each.judge(query, (1, 1, 1), True, out) <= 1)
+            steps.impl.forward(
+                steps.layer, query, None, None, steps.cache, metadata, out
+            )
+            holds.append(steps.judge(query, (1, 1, 1), True, out) <= 1)
             batches.append(metadata.shared_batch)
         holds.append(batches[0] is batches[1] and batches[1] is not batches[2])
         # as a connector of caches does before vLLM allocates them
@@ -282,17 +286,19 @@ def two_groups(ranks: RankGroup) -> list[float]:
     def work(group: FakeGroup) -> list[float]:
         one, other = RankSteps(NEWEST, group), RankSteps(NEWEST, group)
         other.block_table = other.block_table.flip(0)
-        found = [each.step((33, 3, 9)) for each in (one, other)]
+        found = [steps.step((33, 3, 9)) for steps in (one, other)]
         query, builder = one._rows(4, 3), one.builder
         metadata = builder.build(0, one.common((1, 1, 1), True, 0))
-        for each in (one, other, one):
-            own = each.common((1, 1, 1), True, 0)
+        for steps in (one, other, one):
+            own = steps.common((1, 1, 1), True, 0)
             metadata = builder.update_block_table(
                 metadata, own.block_table_tensor, own.slot_mapping
             )
             out = torch.full_like(query, torch.nan)
-            each.impl.forward(each.layer, query, None, None, each.cache, metadata, out)
-            found.append(each.judge(query, (1, 1, 1), True, out))
+            steps.impl.forward(
+                steps.layer, query, None, None, steps.cache, metadata, out
+            )
+            found.append(steps.judge(query, (1, 1, 1), True, out))
         return found
 
     found: list[float] = inside(ranks, NEWEST, work)

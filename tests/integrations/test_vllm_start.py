@@ -204,7 +204,7 @@ def test_batch_invariance_reaches_the_kernels(version: str) -> None:
     vllm.envs.VLLM_BATCH_INVARIANT = True
     steps = EngineSteps(version)
     assert steps.step((20, 3, 1)) <= 1
-    assert all(each.batch_invariant for each in steps.impl._options.values())
+    assert all(option.batch_invariant for option in steps.impl._options.values())
     assert not steps.impl.takes_cascade
 
 
@@ -245,33 +245,33 @@ def test_kernels_are_compiled_in_the_first_run_that_has_a_cache(
     bounds = (spec.max_num_reqs, spec.max_query_len, spec.max_seq_len)
     assert bounds == (4, 48, 96)
     assert spec.num_query_heads == 4
-    assert [each.sliding_window for each in spec.options] == [9]
+    assert [option.sliding_window for option in spec.options] == [9]
     assert "warm-up: 1 kernels of layers with 4 query heads" in caplog.text
 
 
 def test_layers_of_one_kind_are_warmed_up_once(version: str, warmed: list[Any]) -> None:
     for window in (9, 9, 5):
         start(EngineSteps(version, sliding_window=window))
-    assert [each.options[0].sliding_window for each in warmed] == [9, 5]
+    assert [spec.options[0].sliding_window for spec in warmed] == [9, 5]
 
 
 def test_layers_that_differ_in_options_are_warmed_up_together(
     version: str, warmed: list[Any]
 ) -> None:
     """Each warm-up compiles in threads; one of all kinds leaves fewer of them idle."""
-    of_windows = [EngineSteps(version, sliding_window=each) for each in (9, 9, 5)]
+    of_windows = [EngineSteps(version, sliding_window=window) for window in (9, 9, 5)]
     other = EngineSteps(version, sliding_window=7, head_size=64)
     steps = dict(enumerate([*of_windows, other]))
-    layers = {str(name): each.layer for name, each in steps.items()}
+    layers = {str(name): step.layer for name, step in steps.items()}
     config = vllm_config(layers | {"mlp": object()})
     type(other.builder)(None, list(layers), config, torch.device("cpu"))
-    for each in steps.values():
-        query = each._rows(each.heads, 2)
+    for step in steps.values():
+        query = step._rows(step.heads, 2)
         out = torch.empty_like(query)
-        each.impl.forward(each.layer, query, None, None, each.cache, None, out)
-    found = [[of.sliding_window for of in each.options] for each in warmed]
+        step.impl.forward(step.layer, query, None, None, step.cache, None, out)
+    found = [[of.sliding_window for of in spec.options] for spec in warmed]
     assert found == [[9, 5], [7]]
-    assert all(each.impl.engine_layers == () for each in steps.values())
+    assert all(step.impl.engine_layers == () for step in steps.values())
 
 
 def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
