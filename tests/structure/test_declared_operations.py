@@ -69,14 +69,16 @@ def without_requests(case: Any) -> Any:
     if isinstance(case, BatchPlan):
         return replace(case, query_lens=(), kv_lens=())
     if type(case) is tuple:
-        parts = tuple(without_requests(each) for each in case)
+        parts = tuple(without_requests(argument) for argument in case)
         is_same = all(one is other for one, other in zip(parts, case, strict=True))
         return case if is_same else parts
     if is_dataclass(case) and not isinstance(case, type):
-        given = {each.name: getattr(case, each.name) for each in fields(case)}
-        emptied = {name: without_requests(each) for name, each in given.items()}
+        given = {field.name: getattr(case, field.name) for field in fields(case)}
+        emptied = {name: without_requests(argument) for name, argument in given.items()}
         changed = {
-            name: each for name, each in emptied.items() if each is not given[name]
+            name: argument
+            for name, argument in emptied.items()
+            if argument is not given[name]
         }
         return replace(case, **changed) if changed else case
     return case
@@ -131,7 +133,7 @@ def test_an_operation_that_is_not_declared_is_never_called(two_operations: str) 
         two_operations, only="attention", examples=3, isolated=False
     )
     assert report.ok, report.counts()
-    held = {each.law for each in report.results if each.status == Status.HELD}
+    held = {result.law for result in report.results if result.status == Status.HELD}
     assert "every token of an encoder attends to its whole input" in held
     needs = {law.name: law.needs for law in ALL_LAWS}
     assert all(set(needs[name]) <= {"encoder_attention"} for name in held)

@@ -87,7 +87,9 @@ def test_every_docstring_is_parsed_without_a_warning(
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 words = ast.get_docstring(node) or ""
                 name = getattr(node, "name", "")
-                found += [f"{module}.{name}: {each}" for each in warnings_of(words)]
+                found += [
+                    f"{module}.{name}: {warning}" for warning in warnings_of(words)
+                ]
     assert not found, "\n".join(found)
 
 
@@ -101,7 +103,7 @@ def test_a_docstring_that_names_arguments_wrongly_gives_a_warning(
 
 
 @pytest.mark.site
-@pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
+@pytest.mark.parametrize("concept", [concept.name for concept in CONCEPTS])
 def test_every_concept_has_its_page(site: Path, concept: str) -> None:
     page = (site / "concepts" / concept / "index.html").read_text()
     for part in ("<svg", "worked-example", "implementation-step-by-step", "contract"):
@@ -109,7 +111,7 @@ def test_every_concept_has_its_page(site: Path, concept: str) -> None:
 
 
 @pytest.mark.site
-@pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
+@pytest.mark.parametrize("concept", [concept.name for concept in CONCEPTS])
 def test_every_step_of_the_reference_is_shown_next_to_one_of_the_twin(
     site: Path, concept: str
 ) -> None:

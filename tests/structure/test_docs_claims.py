@@ -181,9 +181,9 @@ def test_the_layout_names_every_folder_of_the_source_and_no_other() -> None:
     named: list[str] = []
     stack: list[tuple[int, str]] = []
     for spaces, name in re.findall(r"^( *)(\w+)/ ", text, re.M):
-        stack = [each for each in stack if each[0] < len(spaces)]
+        stack = [parent for parent in stack if parent[0] < len(spaces)]
         stack.append((len(spaces), name))
-        named.append("/".join(each for _, each in stack))
+        named.append("/".join(folder for _, folder in stack))
     assert all((ROOT / name).is_dir() for name in named), named
     for top in ("reference", "shared"):
         for path in (ROOT / top).glob("*/__init__.py"):

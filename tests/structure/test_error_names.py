@@ -24,8 +24,8 @@ def messages(tree: ast.AST) -> Iterator[str]:
             for part in node.exc.args:
                 if isinstance(part, ast.JoinedStr):
                     yield "".join(
-                        each.value if isinstance(each, ast.Constant) else " "
-                        for each in part.values
+                        piece.value if isinstance(piece, ast.Constant) else " "
+                        for piece in part.values
                     )
                 elif isinstance(part, ast.Constant) and isinstance(part.value, str):
                     yield part.value

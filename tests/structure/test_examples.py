@@ -33,7 +33,7 @@ each_example = pytest.mark.parametrize(
 
 def test_every_operation_has_an_example() -> None:
     for concept in CONCEPTS:
-        named = [each.operation for each in examples_of(concept.name)]
+        named = [example.operation for example in examples_of(concept.name)]
         assert named == list(concept.operations or ["forward"])
 
 
@@ -127,7 +127,7 @@ def test_an_example_is_told_in_sentences(example: Example) -> None:
         assert step.text.endswith(".")
 
 
-@pytest.mark.parametrize("concept", [each.name for each in CONCEPTS])
+@pytest.mark.parametrize("concept", [concept.name for concept in CONCEPTS])
 def test_an_explanation_fits_into_80_columns_and_shows_every_result(
     concept: str,
 ) -> None:

@@ -17,24 +17,27 @@ OF_KERNELS = ("jit", "constexpr_function", "aggregate")
 def decorators(node: ast.AST) -> list[str]:
     """Return the last names of a definition's decorators."""
     given = getattr(node, "decorator_list", [])
-    plain = [each.func if isinstance(each, ast.Call) else each for each in given]
-    return [ast.unparse(each).rsplit(".", 1)[-1] for each in plain]
+    plain = [
+        decorator.func if isinstance(decorator, ast.Call) else decorator
+        for decorator in given
+    ]
+    return [ast.unparse(decorator).rsplit(".", 1)[-1] for decorator in plain]
 
 
 def constexpr_functions(tree: ast.Module) -> set[str]:
     """Return the names of a module's functions that Triton evaluates while it compiles."""
     return {
-        each.name
-        for each in tree.body
-        if isinstance(each, ast.FunctionDef)
-        and "constexpr_function" in decorators(each)
+        statement.name
+        for statement in tree.body
+        if isinstance(statement, ast.FunctionDef)
+        and "constexpr_function" in decorators(statement)
     }
 
 
 def host_calls(node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls that the host makes."""
     for child in ast.iter_child_nodes(node):
-        if any(each in OF_KERNELS for each in decorators(child)):
+        if any(decorator in OF_KERNELS for decorator in decorators(child)):
             continue
         if isinstance(child, ast.Call):
             yield child
@@ -45,9 +48,9 @@ def wrong_calls(path: Path, names: set[str]) -> list[str]:
     """Return the calls of named functions by the host, with their lines."""
     calls = host_calls(ast.parse(path.read_text(encoding="utf-8")))
     return [
-        f"{path.relative_to(ROOT)}:{each.lineno}: {ast.unparse(each)}"
-        for each in calls
-        if isinstance(each.func, ast.Name) and each.func.id in names
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for call in calls
+        if isinstance(call.func, ast.Name) and call.func.id in names
     ]
 
 
@@ -63,12 +66,12 @@ def test_the_host_calls_no_function_that_triton_evaluates() -> None:
     found = []
     for path, tree in trees.items():
         names = set(defined[path])
-        for each in ast.walk(tree):
-            if not isinstance(each, ast.ImportFrom) or not each.level:
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
-            folder = path.parents[each.level - 1]
-            source = folder.joinpath(*(each.module or "").split(".")).with_suffix(".py")
-            given = {name.name: name.asname or name.name for name in each.names}
+            folder = path.parents[node.level - 1]
+            source = folder.joinpath(*(node.module or "").split(".")).with_suffix(".py")
+            given = {name.name: name.asname or name.name for name in node.names}
             names |= {given[one] for one in defined.get(source, set()) & set(given)}
         found += wrong_calls(path, names)
     assert sum(map(len, defined.values())) > 20 and found == []

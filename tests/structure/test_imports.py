@@ -87,8 +87,10 @@ LARGE_FOLDERS = {
 
 
 def test_no_modules_import_each_other() -> None:
-    assert [each for each in cycles() if each not in PENDING_CYCLES] == []
-    assert all(each in cycles() for each in PENDING_CYCLES), "shorten PENDING_CYCLES"
+    assert [cycle for cycle in cycles() if cycle not in PENDING_CYCLES] == []
+    assert all(pending_cycle in cycles() for pending_cycle in PENDING_CYCLES), (
+        "shorten PENDING_CYCLES"
+    )
 
 
 def test_packages_import_each_other_in_one_direction() -> None:
@@ -141,7 +143,7 @@ def test_a_decode_goes_from_floor_to_floor_to_its_launch() -> None:
 
 def test_the_allowed_directions_have_no_cycle() -> None:
     reached: set[str] = set()
-    while layer := {each for each in ALLOWED if ALLOWED[each] <= reached} - reached:
+    while layer := {name for name in ALLOWED if ALLOWED[name] <= reached} - reached:
         reached |= layer
     assert reached == set(ALLOWED)
 
@@ -218,8 +220,8 @@ def test_no_test_module_is_imported_by_another_file() -> None:
 
 def test_no_folder_is_a_drawer() -> None:
     for package, folder in FOLDERS.items():
-        for path in [folder, *(each for each in folder.rglob("*") if each.is_dir())]:
-            count = len([each for each in path.glob("*.py") if each.stem != "__init__"])
+        for path in [folder, *(inner for inner in folder.rglob("*") if inner.is_dir())]:
+            count = len([file for file in path.glob("*.py") if file.stem != "__init__"])
             name = path.relative_to(ROOT).as_posix()
             assert count <= 12 or name in LARGE_FOLDERS, f"{name}: {count} modules"
             assert package

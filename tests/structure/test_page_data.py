@@ -45,7 +45,7 @@ def test_new_rows_replace_those_with_the_same_key_alone(tmp_path: Path) -> None:
     kept = page_data.keep(
         "equality", [written(tmp_path / "2", new)], tmp_path, commit="c"
     )
-    assert [(each["model"], each["tokens"]) for each in kept] == [("a", 6), ("b", 5)]
+    assert [(row["model"], row["tokens"]) for row in kept] == [("a", 6), ("b", 5)]
     assert kept == page_data.read_rows("equality", tmp_path)
     assert kept[0]["commit"] == "c" and "extra" not in kept[0]
 

@@ -185,5 +185,5 @@ def test_the_block_map_plays_steps_and_reacts_to_keys_and_clicks(
 @pytest.mark.parametrize("words", ["GQA", "prefix caching", "install"])
 def test_the_search_index_has(address: tuple[Path, str], words: str) -> None:
     index = json.loads((address[0] / "search" / "search_index.json").read_text())
-    titles = [each["title"] for each in index["docs"]]
+    titles = [entry["title"] for entry in index["docs"]]
     assert any(words.lower() in title.lower() for title in titles)

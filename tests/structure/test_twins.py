@@ -76,7 +76,9 @@ ONLY_PARTS_OF_THE_TWIN = (
     "parallel/symmetric_ranks.py", "parallel/warm_up_ranks.py",
 )  # fmt: skip
 OPERATIONS = frozenset(name for concept in CONCEPTS for name in concept.operations)
-EACH_OPERATION = [(each, name) for each in CONCEPTS for name in each.operations]
+EACH_OPERATION = [
+    (concept, name) for concept in CONCEPTS for name in concept.operations
+]
 WITH_TWINS = [
     pytest.param(concept, name, id=name)
     for concept, name in EACH_OPERATION
@@ -120,9 +122,9 @@ def backends(twin: str) -> tuple[type[AttentionBackend], ...]:
 ONLY_IN_THE_REFERENCE = {
     "attention/cascade.py": {"TILE": "a size in a body that serves both twins"},
     "backends/backend.py": {
-        each.__name__: "those of the twin have a file per backend"
+        cls.__name__: "those of the twin have a file per backend"
         for backend in backends("reference")
-        for each in (
+        for cls in (
             backend,
             backend.get_impl_cls(),
             backend.get_builder_cls(),
@@ -168,7 +170,9 @@ def public_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Assign):
-            yield from (each.id for each in node.targets if isinstance(each, ast.Name))
+            yield from (
+                target.id for target in node.targets if isinstance(target, ast.Name)
+            )
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             yield node.target.id
         elif isinstance(node, ast.ImportFrom) and is_of_the_reference(node):
@@ -212,11 +216,11 @@ def test_the_reading_order_names_the_files_of_the_reference() -> None:
     assert {*named} <= concepts
     course = (ROOT / "docs" / "course.md").read_text(encoding="utf-8")
     stops = re.findall(r"`reference/(\S+)\.py` \|", course)
-    assert [each for each in named if each in stops] == stops
+    assert [stop for stop in named if stop in stops] == stops
 
 
 def test_every_concept_is_a_file_of_both_twins() -> None:
-    assert {each.path("reference") for each in CONCEPTS} == {
+    assert {concept.path("reference") for concept in CONCEPTS} == {
         f"reference/{file}" for file in FILES if file not in PARTS
     }
     for concept in CONCEPTS:
@@ -282,8 +286,8 @@ def test_the_optimized_twin_imports_the_reference_only_to_re_export_it() -> None
                 continue
             assert node.module == name.replace("optimized.", "reference."), name
             exported = {*import_module(f"pagetwin.{name}").__dict__.get("__all__", ())}
-            for each in node.names:
-                assert each.asname == each.name or each.name in exported, name
+            for alias in node.names:
+                assert alias.asname == alias.name or alias.name in exported, name
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -361,10 +365,10 @@ def steps_of_both(
     """
     places = [resolve(f"{twin}.{concept.module}", operation) for twin in TWINS]
     assert None not in places
-    found = [steps_of(each, OPERATIONS, method) for each in places if each]
+    found = [steps_of(place, OPERATIONS, method) for place in places if place]
     if not all(found) and any(found):
         others = OPERATIONS - set(concept.operations)
-        found = [steps_of(each, others, method) for each in places if each]
+        found = [steps_of(place, others, method) for place in places if place]
     return found
 
 
@@ -378,7 +382,7 @@ def test_all_backends_take_the_same_steps(method: str) -> None:
         if name.endswith("Builder" if method == "build" else "Impl")
         and isinstance(node, ast.ClassDef)
     ]
-    assert steps[0] and all(each == steps[0] for each in steps)
+    assert steps[0] and all(own_steps == steps[0] for own_steps in steps)
 
 
 def test_no_public_function_has_the_same_body_in_both_twins() -> None:
@@ -396,9 +400,9 @@ def test_no_public_function_has_the_same_body_in_both_twins() -> None:
         for name in ours.keys() & theirs.keys():
             calls = [
                 {
-                    each
-                    for _, each in uses(f"{twin}.{concept.module}", node)
-                    if each.module.startswith(twin)
+                    used
+                    for _, used in uses(f"{twin}.{concept.module}", node)
+                    if used.module.startswith(twin)
                 }
                 for twin, node in zip(TWINS, (ours[name], theirs[name]), strict=True)
             ]
@@ -413,9 +417,9 @@ def named_functions(module: str) -> Iterator[tuple[str, FunctionNode]]:
         if isinstance(node, FunctionNode) and node.name[0] != "_":
             yield node.name, node
         elif isinstance(node, ast.ClassDef):
-            for each in node.body:
-                if isinstance(each, FunctionNode) and each.name[0] != "_":
-                    yield f"{node.name}.{each.name}", each
+            for statement in node.body:
+                if isinstance(statement, FunctionNode) and statement.name[0] != "_":
+                    yield f"{node.name}.{statement.name}", statement
 
 
 def methods(cls: type) -> dict[str, Any]:
@@ -448,7 +452,7 @@ def test_every_backend_has_the_methods_of_the_reference(
     for ours, theirs in pairs:
         extra = {name for cls, name in ONLY_IN_A_BACKEND if cls == theirs.__name__}
         names = {name for name in methods(theirs) if not name.startswith("__")}
-        (interface,) = (each for each in INTERFACE if issubclass(theirs, each))
+        (interface,) = (base for base in INTERFACE if issubclass(theirs, base))
         assert set(methods(ours)) <= names
         for name in names - extra:
             method = getattr(ours if name in methods(ours) else interface, name)
@@ -456,7 +460,8 @@ def test_every_backend_has_the_methods_of_the_reference(
             other = inspect.signature(getattr(theirs, name)).parameters
             assert list(one.values()) == list(other.values()), name
             lines = [
-                first_line(each.__doc__) for each in (method, getattr(theirs, name))
+                first_line(documented.__doc__)
+                for documented in (method, getattr(theirs, name))
             ]
             if name[0] != "_" and "head_sizes" not in name:
                 assert lines[1].startswith(lines[0].rstrip(".")), name

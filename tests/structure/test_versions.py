@@ -45,13 +45,15 @@ def project() -> dict[str, Any]:
 def test_sentences_and_declarations_name_the_same_versions(
     project: dict[str, Any],
 ) -> None:
-    (declared,) = [each for each in project["dependencies"] if "triton" in each]
+    (declared,) = [
+        dependency for dependency in project["dependencies"] if "triton" in dependency
+    ]
     assert declared.startswith("triton>=3.6,<3.10;")
     assert triton_versions.TRITON_RANGE == "3.6 to 3.9"
     for machine in triton_versions.MACHINES:
         assert f"platform_machine == '{machine}'" in declared
     extra = project["optional-dependencies"]["xformers"]
-    assert {each.partition(";")[0] for each in extra} == {
+    assert {requirement.partition(";")[0] for requirement in extra} == {
         "xformers==0.0.35",
         "torch<2.15",
         "triton<3.9",
@@ -62,9 +64,13 @@ def test_sentences_and_declarations_name_the_same_versions(
 def test_no_required_dependency_is_pinned_exactly(project: dict[str, Any]) -> None:
     """The exact pin of xFormers, and torch < 2.14, kept pagetwin out of vLLM's environment."""
     assert [
-        each for each in project["dependencies"] if "==" in each.split(";")[0]
+        dependency
+        for dependency in project["dependencies"]
+        if "==" in dependency.split(";")[0]
     ] == []
-    assert not any(each.startswith("xformers") for each in project["dependencies"])
+    assert not any(
+        dependency.startswith("xformers") for dependency in project["dependencies"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,7 +216,7 @@ def test_a_tensor_map_is_encoded_by_each_version_of_triton(
 
 def test_the_record_is_of_declared_corners_and_none_has_failed() -> None:
     record = json.loads(version_matrix.RECORD.read_text(encoding="utf-8"))["corners"]
-    declared = {each.name: each for each in CORNERS}
+    declared = {corner.name: corner for corner in CORNERS}
     assert list(record) == [name for name in declared if name in record]
     for name, found in record.items():
         corner = declared[name]

@@ -106,7 +106,7 @@ def find_python(version: str) -> str:
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}")]
-    candidates += [str(each) for each in sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    candidates += [str(path) for path in sorted(pyenv.glob(f"{version}.*/bin/python"))]
     for candidate in candidates:
         if candidate and not _failure([candidate, "-c", "import ensurepip, venv"]):
             return candidate
@@ -149,8 +149,8 @@ def install(corner: Corner, cuda_builds: bool) -> Path:
     if error := _failure([*pip, "--dry-run", "--report", report, *wanted]):
         raise NotInstalled(error)
     found = json.loads(report.read_text(encoding="utf-8"))["install"]
-    names = [each["metadata"]["name"] for each in found]
-    cuda = [each for each in names if each.startswith(("nvidia-", "cuda-"))]
+    names = [installed["metadata"]["name"] for installed in found]
+    cuda = [name for name in names if name.startswith(("nvidia-", "cuda-"))]
     if cuda and not cuda_builds:
         raise NotInstalled(
             f"torch {corner.torch.rstrip('.*')} for Python {corner.python} is on this index only"
@@ -275,13 +275,16 @@ def rows(entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         if "reason" in entry:
             asked = [
                 entry["python"],
-                *(entry[each].rstrip(".*") for each in PACKAGES[:2]),
+                *(entry[package].rstrip(".*") for package in PACKAGES[:2]),
             ]
             yield entry["name"], *asked, entry["numpy"], "", "not run", entry["reason"]
             continue
-        versions = [entry["versions"].get(each, "-") for each in ("python", *PACKAGES)]
+        versions = [
+            entry["versions"].get(package, "-") for package in ("python", *PACKAGES)
+        ]
         counts = [
-            f"{entry.get(each, 0)} {each}" for each in ("passed", "failed", "skipped")
+            f"{entry.get(outcome, 0)} {outcome}"
+            for outcome in ("passed", "failed", "skipped")
         ]
         yield (
             entry["name"],
@@ -310,11 +313,13 @@ def main() -> int:
         "corners", nargs="*", metavar="CORNER", help="names; all if none"
     )
     arguments = parser.parse_args()
-    names = [each.name for each in CORNERS]
+    names = [corner.name for corner in CORNERS]
     if unknown := set(arguments.corners) - set(names):
         parser.error(f"unknown corner {unknown.pop()!r}: expected {', '.join(names)}")
     FOLDER.mkdir(exist_ok=True)
-    chosen = [each for each in CORNERS if each.name in (arguments.corners or names)]
+    chosen = [
+        corner for corner in CORNERS if corner.name in (arguments.corners or names)
+    ]
     ran = []
     for corner in chosen:
         print(f"{corner.name}: {corner.meaning}", flush=True)
@@ -328,7 +333,7 @@ def main() -> int:
         kept = {name: record[name] for name in names if name in record}
         RECORD.write_text(entry_lines({"corners": kept}), encoding="utf-8")
     show(ran)
-    return int(any(each.get("failures") for each in ran))
+    return int(any(entry.get("failures") for entry in ran))
 
 
 if __name__ == "__main__":
