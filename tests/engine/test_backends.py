@@ -111,7 +111,10 @@ def test_a_block_is_taken_if_it_can_be_cut_into_blocks_of_the_kernel(
     class Backend(REFERENCE):
         supported_kernel_block_sizes = tuple(supported)
 
-    bases = [each if isinstance(each, int) else each.base for each in supported]
+    bases = [
+        supported_size if isinstance(supported_size, int) else supported_size.base
+        for supported_size in supported
+    ]
     cuts = [base for base in bases if block_size in range(base, 301, base)]
     assert Backend.supports_block_size(block_size) == (bool(cuts) or not bases)
     assert Backend.supports_block_size(None)
@@ -125,16 +128,22 @@ def test_backends_that_share_blocks_read_the_largest_part_they_all_read(
     lists: list[list[int | MultipleOf]], block_size: int
 ) -> None:
     backends = [
-        type("Backend", (REFERENCE,), {"supported_kernel_block_sizes": tuple(each)})
-        for each in lists
+        type(
+            "Backend",
+            (REFERENCE,),
+            {"supported_kernel_block_sizes": tuple(sizes_of_one)},
+        )
+        for sizes_of_one in lists
     ]
 
     def is_read_by_all(size: int) -> bool:
         return all(
-            not each
-            or size in each
-            or any(isinstance(x, MultipleOf) and size % x.base == 0 for x in each)
-            for each in lists
+            not sizes_of_one
+            or size in sizes_of_one
+            or any(
+                isinstance(x, MultipleOf) and size % x.base == 0 for x in sizes_of_one
+            )
+            for sizes_of_one in lists
         )
 
     parts = [n for n in range(1, block_size + 1) if block_size % n == 0]
@@ -152,25 +161,25 @@ def test_what_a_backend_says_it_takes_is_what_it_accepts(name: str) -> None:
     for block_size in (1, 8, 16, 24, 32):
         spec = KVCacheSpec(block_size, 2, 64, torch.float16)
         rejected = [
-            each
-            for each in backend.validate_configuration(spec, "cuda")
-            if "block_size" in each
+            reason
+            for reason in backend.validate_configuration(spec, "cuda")
+            if "block_size" in reason
         ]
         assert backend.supports_block_size(block_size) == (not rejected)
     for head_size in (20, 32, 64, 257, 1025):
         spec = KVCacheSpec(16, 2, head_size, torch.float16)
         rejected = [
-            each
-            for each in backend.validate_configuration(spec, "cuda")
-            if "head_size" in each
+            reason
+            for reason in backend.validate_configuration(spec, "cuda")
+            if "head_size" in reason
         ]
         assert backend.supports_head_size(head_size) == (not rejected)
     for dtype in (torch.float16, torch.float32, torch.float64, torch.uint8):
         spec = KVCacheSpec(16, 2, 64, dtype)
         rejected = [
-            each
-            for each in backend.validate_configuration(spec, "cuda")
-            if "dtype" in each
+            reason
+            for reason in backend.validate_configuration(spec, "cuda")
+            if "dtype" in reason
         ]
         assert backend.supports_dtype(dtype) == (not rejected)
         cache_dtype = str(dtype).removeprefix("torch.")

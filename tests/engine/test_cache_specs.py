@@ -325,30 +325,32 @@ class Working(REFERENCE):
 
 def test_a_group_of_two_backends_has_two_builders() -> None:
     """vLLM gave every layer of a group the builder of the first one's backend."""
-    layers = {f"m.{n}": Layer(each) for n, each in enumerate([Plain, Working, Plain])}
+    layers = {
+        f"m.{n}": Layer(backend) for n, backend in enumerate([Plain, Working, Plain])
+    }
     groups = [KVCacheGroupSpec(["m.0", "m.1", "m.2"], SPEC)]
     backends, made = init_attn_backend(groups, layers, "cpu")
     assert backends == {"m.0": Plain, "m.1": Working, "m.2": Plain}
-    assert [each.layer_names for each in made] == [("m.0", "m.2"), ("m.1",)]
-    for each in made:
-        assert isinstance(each, AttentionGroup) and each.kv_cache_group_id == 0
-        names = list(each.layer_names)
-        assert each.metadata_builder.built == (SPEC, names, "cpu")
+    assert [group.layer_names for group in made] == [("m.0", "m.2"), ("m.1",)]
+    for group in made:
+        assert isinstance(group, AttentionGroup) and group.kv_cache_group_id == 0
+        names = list(group.layer_names)
+        assert group.metadata_builder.built == (SPEC, names, "cpu")
 
 
 def test_one_workspace_serves_all_builders_that_need_one() -> None:
     backends = [Plain, Working, Working, Plain, Working]
-    layers = {f"m.{n}": Layer(each) for n, each in enumerate(backends)}
+    layers = {f"m.{n}": Layer(backend) for n, backend in enumerate(backends)}
     groups = [KVCacheGroupSpec([name], SPEC) for name in layers]
     _, made = init_attn_backend(groups, layers, "cpu")
-    assert [each.kv_cache_group_id for each in made] == list(range(5))
+    assert [group.kv_cache_group_id for group in made] == list(range(5))
     workspaces = [
-        each.metadata_builder.workspace
-        for each in made
-        if isinstance(each.metadata_builder, BuilderWithWorkspace)
+        group.metadata_builder.workspace
+        for group in made
+        if isinstance(group.metadata_builder, BuilderWithWorkspace)
     ]
     assert len(workspaces) == 3 and workspaces[0] is not None
-    assert all(each is workspaces[0] for each in workspaces)
+    assert all(workspace is workspaces[0] for workspace in workspaces)
 
 
 def test_an_empty_group_and_an_unknown_layer_are_rejected() -> None:

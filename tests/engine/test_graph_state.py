@@ -102,8 +102,8 @@ def test_padding_rows_do_no_harm_to_a_layer(
         live = batch.num_decode_tokens
         state.prepare_graph_input_buffers(buffers, batch)
         padded = [
-            torch.cat([each, torch.full_like(each[:1], NAN).repeat(size - live, 1, 1)])
-            for each in inputs
+            torch.cat([rows, torch.full_like(rows[:1], NAN).repeat(size - live, 1, 1)])
+            for rows in inputs
         ]
         return layer.step(captured, *padded)[:live]
 
@@ -211,8 +211,8 @@ def test_a_graph_does_bit_for_bit_what_its_launches_do(
         poison(buffers)
         eager.prepare_graph_input_buffers(buffers, batch)
         padded = [
-            torch.cat([each, each.new_zeros(5 - len(each), *each.shape[1:])])
-            for each in inputs
+            torch.cat([rows, rows.new_zeros(5 - len(rows), *rows.shape[1:])])
+            for rows in inputs
         ]
         launched = layer.step(captured, *padded)[: len(seq_lens)]
         assert same_bits(replayed, launched)

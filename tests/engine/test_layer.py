@@ -60,7 +60,10 @@ class Model:
             [KVCacheTensor(size, [name]) for name in specs],
             [KVCacheGroupSpec(specs, specs[NAMES[0]])],
         )
-        backends = {name: each.get_attn_backend() for name, each in self.layers.items()}
+        backends = {
+            name: own_layer.get_attn_backend()
+            for name, own_layer in self.layers.items()
+        }
         twin.init_kv_cache(self.layers, config, backends, device, layout)
         builder = backends[NAMES[0]].get_builder_cls()
         self.builder = builder(specs[NAMES[0]], NAMES, device)
@@ -84,7 +87,7 @@ class Model:
             output = layer(*parts, metadata)
             assert output.shape == parts[0].shape
             assert not output[tokens:].any(), "rows of padding are zero"
-            self.judge(name, new, [each.cpu().double() for each in parts], output)
+            self.judge(name, new, [part.cpu().double() for part in parts], output)
 
     def judge(
         self, name: str, new: list[int], parts: list[Tensor], output: Tensor
@@ -96,12 +99,12 @@ class Model:
             rows = slice(begin, begin + count)
             begin += count
             query, key, value = (
-                each[rows].unflatten(1, (-1, SIZE)).transpose(0, 1) for each in parts
+                part[rows].unflatten(1, (-1, SIZE)).transpose(0, 1) for part in parts
             )
             if owner == name:
                 history = self.seen.setdefault((name, req), [key[:, :0], key[:, :0]])
                 both = zip(history, (key, value), strict=True)
-                self.seen[name, req] = [torch.cat(each, 1) for each in both]
+                self.seen[name, req] = [torch.cat(pair, 1) for pair in both]
             keys, values = self.seen[owner, req]
             length = keys.shape[1]
             mask = torch.ones(count, length, dtype=torch.bool).tril(length - count)
@@ -121,7 +124,9 @@ class Model:
                     enable_gqa=True,
                 )
                 answers[place].append(dense.transpose(0, 1))
-        exact, same, sizes = (torch.cat(each) for each in answers)
+        exact, same, sizes = (
+            torch.cat(rows_of_requests) for rows_of_requests in answers
+        )
         found = output[:begin].cpu().unflatten(1, (-1, SIZE))
         verdict = judge_rows(found, exact, same, self.dtype, sizes)
         assert verdict.ok, verdict
@@ -393,18 +398,18 @@ def test_a_layer_of_cross_attention_is_given_keys_once(
     assert torch.equal(layer.kv_cache, written)
     # every query attends to all seven, so one call computes them
     parts = [
-        each.cpu().double().unflatten(1, (-1, SIZE)).transpose(0, 1)
-        for each in (torch.cat(queries), key, value)
+        states.cpu().double().unflatten(1, (-1, SIZE)).transpose(0, 1)
+        for states in (torch.cat(queries), key, value)
     ]
     answers = [
-        nn.functional.scaled_dot_product_attention(*each, enable_gqa=True)
-        for each in (
+        nn.functional.scaled_dot_product_attention(*call, enable_gqa=True)
+        for call in (
             parts,
             [part.half() for part in parts],
             [*parts[:2], parts[2].abs()],
         )
     ]
-    exact, same, sizes = (each.transpose(0, 1) for each in answers)
+    exact, same, sizes = (answer.transpose(0, 1) for answer in answers)
     found = torch.cat(outputs).cpu().unflatten(1, (-1, SIZE))
     verdict = judge_rows(found, exact, same, torch.float16, sizes)
     assert verdict.ok, verdict
@@ -654,7 +659,7 @@ def test_scales_are_measured_once_and_not_in_a_profiling_run() -> None:
         made(factor * query, factor * key, factor * -2.5 * key, step)
         assert not made.calculate_kv_scales
         found = made._q_scale, made._k_scale, made._v_scale
-        assert [each.item() for each in found] == pytest.approx([0.01, 0.02, 0.1])
+        assert [scale.item() for scale in found] == pytest.approx([0.01, 0.02, 0.1])
         assert made._v_scale_float == pytest.approx(0.1)
 
 

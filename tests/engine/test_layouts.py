@@ -100,8 +100,8 @@ def test_backends_that_differ_get_what_most_of_them_put_first() -> None:
         KVCacheLayout.BLNHC,
     )
     lists = [[l_nhd, l_hnd], [l_hnd, l_nhd, blnhc], [l_nhd, blnhc, l_hnd]]
-    for each in permutations(lists):
-        assert get_supported_kv_cache_layouts(each) == [l_nhd, l_hnd]
+    for permutation in permutations(lists):
+        assert get_supported_kv_cache_layouts(permutation) == [l_nhd, l_hnd]
     with pytest.raises(ValueError, match="no common layout: LBNHC; LBHNC"):
         get_supported_kv_cache_layouts([[l_nhd], [l_hnd]])
 

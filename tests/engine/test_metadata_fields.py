@@ -68,7 +68,7 @@ CLASSIFIED: dict[type, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("kind", CLASSIFIED, ids=lambda kind: kind.__name__)
 def test_every_field_is_classified_once(kind: Any) -> None:
-    assert sorted(CLASSIFIED[kind]) == sorted(each.name for each in fields(kind))
+    assert sorted(CLASSIFIED[kind]) == sorted(field.name for field in fields(kind))
 
 
 @pytest.mark.parametrize("encoder", [False, True])
@@ -79,13 +79,13 @@ def test_every_tensor_of_a_captured_step_is_refilled_or_never_changes(
     with state.graph_capture(2):
         captured = state.graph_capture_get_metadata_for_batch(2)
     assert set(tensors(captured)) == {*buffer_names(encoder), "query_start_loc"}
-    assert [each.name for each in fields(GraphInputBuffers)] == list(CAPTURE_VALUES)
+    assert [field.name for field in fields(GraphInputBuffers)] == list(CAPTURE_VALUES)
 
 
 def test_a_whole_step_has_something_in_every_field() -> None:
     """The laws fill a step with `whole_step`; a field that it leaves empty is not compared."""
     step = whole_step(Requests((3, 2), (0, 4)), torch.device("cpu"))
-    assert all(getattr(step, each.name) is not None for each in fields(step))
+    assert all(getattr(step, field.name) is not None for field in fields(step))
 
 
 def changed(value: Any) -> Any:
@@ -99,12 +99,12 @@ def changed(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", [each.name for each in fields(CommonAttentionMetadata)]
+    "name", [field.name for field in fields(CommonAttentionMetadata)]
 )
 def test_the_laws_notice_a_change_of_every_field(name: str) -> None:
     device = torch.device("cpu")
     right = whole_step(Requests((3, 2), (0, 4)), device)
-    values = {each.name: getattr(right, each.name) for each in fields(right)}
+    values = {field.name: getattr(right, field.name) for field in fields(right)}
     expect_fields("the step", right, values, device)
     for other in (None, changed(values[name])):
         with pytest.raises(Disagreement, match=name):
@@ -153,11 +153,13 @@ def test_unpadded_removes_the_padding_of_every_field() -> None:
 
 def test_a_sequence_step_is_written_out_without_copies() -> None:
     metadata = decodes([4, 8], [[0], [1]], [3, 7])
-    names = [each.name for each in fields(metadata)]
+    names = [field.name for field in fields(metadata)]
     skipped = {"slot_mapping", "no such field"}
     values = metadata.asdict_zerocopy(skipped)
     assert list(values) == [name for name in names if name not in skipped]
-    assert all(getattr(metadata, name) is each for name, each in values.items())
+    assert all(
+        getattr(metadata, name) is field_value for name, field_value in values.items()
+    )
 
 
 def test_base_metadata_cannot_be_cut_into_parts() -> None:

@@ -67,7 +67,7 @@ def test_a_table_has_ids_around_it_that_do_not_exist(form: str) -> None:
     view = table_laid_out(table, form)
     assert torch.equal(view, table) and not view.is_contiguous()
     memory = memory_of(view).view(torch.int32).tolist()
-    assert sum(each in GARBAGE for each in memory) == len(memory) - 6
+    assert sum(block_id in GARBAGE for block_id in memory) == len(memory) - 6
 
 
 def test_a_slice_of_a_projection_has_the_strides_of_all_its_heads() -> None:
@@ -192,11 +192,11 @@ def test_signatures_have_views_of_each_tensor_and_simpler_ones_without_them() ->
         "block_table": TABLE_FORMS,
     }.items():
         fixed = {*forms[1:]} - {"heads first"}
-        assert {getattr(each, name) for each in drawn} == {None, *fixed}
+        assert {getattr(own_views, name) for own_views in drawn} == {None, *fixed}
     assert Views() in drawn
     views = draw_views(Random(0), "encoder_attention", 0)
     assert set(views.given) == {"query", "key", "value", "out"}
-    assert [len(each.given) for each in views.simpler()] == [3, 3, 3, 3]
+    assert [len(simpler.given) for simpler in views.simpler()] == [3, 3, 3, 3]
     assert repr(Views(out="fused")) == "Views(out='fused')"
 
 
