@@ -53,7 +53,7 @@ def sent_by(rank: int, number: int, words: int) -> Tensor:
 
 def exchange_often(rank: int, ranks: int, buffers: list[Tensor], calls: int) -> None:
     """Exchange tensors of each kind, and compare them with what the ranks have sent."""
-    addresses = torch.tensor([each.data_ptr() for each in buffers])
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     counts = torch.full((PROGRAMS,), calls, dtype=torch.int32)
     late = torch.zeros(ranks, dtype=torch.int32)
     pick = Random(rank)
@@ -61,11 +61,13 @@ def exchange_often(rank: int, ranks: int, buffers: list[Tensor], calls: int) -> 
         time.sleep(pick.random() * 0.02)
         kind = ("gather", "all to all", "add")[number % 3]
         size = words if kind == "gather" else ranks * words
-        sent = [sent_by(each, number, size) for each in range(ranks)]
+        sent = [sent_by(sender, number, size) for sender in range(ranks)]
         if kind == "gather":
             right = torch.cat(sent)
         else:
-            parts = torch.stack([each.view(ranks, words)[rank] for each in sent])
+            parts = torch.stack(
+                [words_sent.view(ranks, words)[rank] for words_sent in sent]
+            )
             right = parts.flatten() if kind == "all to all" else parts.sum(0).float()
         given = sent[rank].float() if kind == "add" else sent[rank]
         out = torch.zeros_like(right)
@@ -95,7 +97,7 @@ def test_ranks_receive_what_the_others_have_stored(ranks: int, calls: int) -> No
 @needs_interpreter
 def test_a_rank_that_does_not_store_is_late() -> None:
     buffers = [shared_zeros(2 * (PROGRAMS + 2 * CAPACITY)) for _ in range(2)]
-    addresses = torch.tensor([each.data_ptr() for each in buffers])
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     late = torch.zeros(2, dtype=torch.int32)
     sent = torch.arange(8, dtype=torch.int32)
     exchange_kernel[(PROGRAMS,)](

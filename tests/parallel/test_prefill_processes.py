@@ -35,14 +35,14 @@ def prefill_of_a_rank(
     setting = setting_of(twin)
     call = prompts.call(setting.device)
     found = run_rank(setting, prompts, call, ranks)
-    return pickle.dumps(tuple(each.cpu() for each in found))
+    return pickle.dumps(tuple(tensor.cpu() for tensor in found))
 
 
 def joined(found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and log-sum-exps of all tokens."""
-    errors = [each for each in found if isinstance(each, Exception)]
+    errors = [result for result in found if isinstance(result, Exception)]
     assert not errors, errors[0]
-    return in_order([pickle.loads(each) for each in found])
+    return in_order([pickle.loads(result) for result in found])
 
 
 @pytest.mark.parametrize("operation", [GATHER, RING])

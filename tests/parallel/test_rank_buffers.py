@@ -56,9 +56,9 @@ def test_buffers_of_two_names_or_dtypes_do_not_overlap() -> None:
         for name in ("sent", "received")
         for dtype in (torch.float32, torch.int32)
     ]
-    for number, each in enumerate(views):
-        each.fill_(number)
-    assert [{*each.flatten().tolist()} for each in views] == [{0}, {1}, {2}, {3}]
+    for number, view in enumerate(views):
+        view.fill_(number)
+    assert [{*view.flatten().tolist()} for view in views] == [{0}, {1}, {2}, {3}]
 
 
 @pytest.mark.parametrize("operation", ["PrefillContextParallel", "RingContextParallel"])
@@ -90,15 +90,15 @@ def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(
             share = prefill.prepare([length])
             rows = torch.ones(len(share.tokens), 1, 16, device=device)
             prefill.attend(rows, rows, rows, share)
-            found = [memory_of(each) for each in exchanged]
-            addresses = [each.data_ptr() for each in exchanged]
+            found = [memory_of(tensor) for tensor in exchanged]
+            addresses = [tensor.data_ptr() for tensor in exchanged]
             exchanged.clear()
             return addresses, found
 
         addresses, memory = attend(9)
         attend(70)
         assert len(memory) == 2
-        assert not any(each.expired() for each in memory)
+        assert not any(reference.expired() for reference in memory)
         assert attend(9)[0] == addresses
 
     run_ranks(2, work, device=device)

@@ -130,8 +130,8 @@ def test_ranks_that_share_keys_store_each_of_them_once() -> None:
 def test_simpler_batches_of_ranks_are_valid(operation: str) -> None:
     setting = make_setting(load_candidate("reference"), "cpu")
     for batch in batches(operation, range(3)):
-        for each in list(batch.simpler())[:8]:
-            run_signed(setting, each, build_signed(each, CPU))
+        for simpler in list(batch.simpler())[:8]:
+            run_signed(setting, simpler, build_signed(simpler, CPU))
 
 
 # planted bugs
@@ -143,7 +143,7 @@ def test_a_planted_bug_of_ranks_is_found_in_a_bounded_number_of_batches(
 ) -> None:
     monkeypatch.setattr(trial, "SECONDS_TO_SHRINK", 0.0)
     operation, most = BUGS[bug]
-    (mutant,) = [each for each in load_catalogue() if each.id == bug]
+    (mutant,) = [planted for planted in load_catalogue() if planted.id == bug]
     found = hunt(Hunt(mutant, LAWS[operation], most, count=4), tmp_path)
     assert found is not None
     assert found.case, f"{bug}: not found in {found.cases} batches"
@@ -180,7 +180,7 @@ def test_a_wrong_function_per_rank_is_found(
     setting = function_per_rank(tmp_path, WRONG[what])
     law = find_law(LAWS[STEP])
     found = (screen(law, setting, seed, 0, 4) for seed in range(30))
-    broken = next(each for each in found if not each.ok)
+    broken = next(result for result in found if not result.ok)
     assert broken.status == Status.BROKEN
     ranks = make_case(law, broken.case).signature.ranks
     if what == "interleave size 1":

@@ -58,10 +58,10 @@ def step_of_a_rank(
 
 def joined(found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows and log-sum-exps of all ranks' heads."""
-    for each in found:
-        if isinstance(each, Exception):
-            raise each
-    parts = [pickle.loads(each) for each in found]
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    parts = [pickle.loads(result) for result in found]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat(
         [lse for _, lse in parts]
     )
@@ -228,7 +228,7 @@ def test_the_laws_of_several_gpus_hold_on_processes_too(
 ) -> None:
     for found in processes.run(ranks, laws_of_several_gpus, "reference"):
         assert "law: reference gloo heads" in found
-        assert not [each for each in found.values() if "FAILED" in each["text"]]
+        assert not [told for told in found.values() if "FAILED" in told["text"]]
 
 
 @pytest.mark.parametrize("ranks", [2, 5, 6, 7, 8])
@@ -242,8 +242,8 @@ def test_the_steps_of_several_gpus_fit_any_number_of_them(
     for shared in steps_of(ranks):
         whole = whole_call(shared.dealt, setting.device)
         found = run_all(setting, shared, whole)
-        out = torch.cat([each.out for each in found], dim=1)
-        lse = torch.cat([each.lse for each in found])
+        out = torch.cat([rank.out for rank in found], dim=1)
+        lse = torch.cat([rank.lse for rank in found])
         expect_right(setting, whole, (out, lse), is_joined=True)
 
 

@@ -50,8 +50,8 @@ class NoWaits(TorchFunctionMode):
         if STATE.is_running and not STATE.is_in_kernel:
             is_copied = func is Tensor.to and not isinstance(args[1], torch.dtype)
             is_counted = func is Tensor.__getitem__ and any(
-                isinstance(each, Tensor) and each.dtype == torch.bool
-                for each in (args[1] if isinstance(args[1], tuple) else args[1:])
+                isinstance(index, Tensor) and index.dtype == torch.bool
+                for index in (args[1] if isinstance(args[1], tuple) else args[1:])
             )
             assert func not in READS and not is_copied and not is_counted, func
         return func(*args, **(kwargs or {}))
