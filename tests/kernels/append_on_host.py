@@ -119,7 +119,8 @@ def run_segments(
         producer.produce_q_and_k,
     )
     source = "\n".join(
-        inspect.getsource(each.fn).replace("@gluon.jit\n", "") for each in functions
+        inspect.getsource(function.fn).replace("@gluon.jit\n", "")
+        for function in functions
     )
     for old, new in mutations:
         assert source.count(old) == 1, old
@@ -155,9 +156,9 @@ def run_segments(
         )
         names: dict[str, Any] = {
             **{
-                name: getattr(each, "fn", each)
+                name: getattr(member, "fn", member)
                 for module in (tile_range, scheduler, segments, producer)
-                for name, each in vars(module).items()
+                for name, member in vars(module).items()
             },
             "PipelineState": Position,
             "count_tokens": lambda config: tile_tokens,

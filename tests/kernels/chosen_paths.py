@@ -127,7 +127,9 @@ def main(chip: int) -> None:
     name_plans()
     workloads = load_workloads("all").values()
     found = {
-        each.name: find_kernels(each) for each in workloads if each.kind != "write"
+        workload.name: find_kernels(workload)
+        for workload in workloads
+        if workload.kind != "write"
     }
     print(json.dumps(found))
 

@@ -101,4 +101,4 @@ def main(numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1:]] or list(range(len(CASES))))
+    main([int(number) for number in sys.argv[1:]] or list(range(len(CASES))))

@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
         query, out = (empty(REQS * length, 10, 128) for _ in range(2))
         caches = [empty(60, 16, 2, 128) for _ in range(2)]
         table = empty(REQS, 70, dtype=torch.int32)
-        starts = vector([length * each for each in range(REQS + 1)])
+        starts = vector([length * index for index in range(REQS + 1)])
         lens = vector([300] * REQS)
         logs = []
         for _ in range(3):
@@ -71,16 +71,16 @@ def main(folder: Path) -> None:
             logs.append(read_log(driver))
         is_repeated = not planned
         modules: tuple[Any, ...] = (launcher, packed, repeated_call)
-        own = [each.is_profiled for each in modules]
-        for each in modules:
-            each.is_profiled = lambda: True
+        own = [module.is_profiled for module in modules]
+        for module in modules:
+            module.is_profiled = lambda: True
         twin.paged_attention(query, *caches, table, starts, lens, length, 300, out=out)
-        for each, is_profiled in zip(modules, own, strict=True):
-            each.is_profiled = is_profiled
+        for module, is_profiled in zip(modules, own, strict=True):
+            module.is_profiled = is_profiled
         line = {
             "length": length,
-            "true": [count_maps(each, TRUE_BOX) for each in logs],
-            "type": [count_maps(each, TYPE_BOX) for each in logs],
+            "true": [count_maps(log, TRUE_BOX) for log in logs],
+            "type": [count_maps(log, TYPE_BOX) for log in logs],
             "is_repeated": is_repeated,
             "profiled": count_maps(read_log(driver), TRUE_BOX),
         }

@@ -42,7 +42,8 @@ def run_on_host(
         *more,
     )
     source = "\n".join(
-        inspect.getsource(each.fn).replace("@gluon.jit\n", "") for each in functions
+        inspect.getsource(function.fn).replace("@gluon.jit\n", "")
+        for function in functions
     )
     for old, new in mutations:
         assert source.count(old) == 1, old
@@ -54,9 +55,9 @@ def run_on_host(
     names = {
         # triton 3.6 passes a NamedTuple to a constexpr function as a tuple: call what it wraps
         **{
-            name: getattr(each, "fn", each)
+            name: getattr(member, "fn", member)
             for module in (tile_range, scheduler)
-            for name, each in vars(module).items()
+            for name, member in vars(module).items()
         },
         "gl": SimpleNamespace(constexpr=None, **limits),
     }

@@ -175,7 +175,10 @@ def test_the_cost_model_cuts_query_tiles_as_the_kernel_does(
     tiles, kv_tiles = reqs * -(-query_len // 32), -(-kv_len // 128)
     length = segment_length(tiles, kv_tiles, num_segments)
     assert sum(work.num_kv_tiles for _, work in items) == tiles * kv_tiles
-    assert max(each.segment for each in items) == -(-tiles * kv_tiles // length) - 1
+    assert (
+        max(segment_item.segment for segment_item in items)
+        == -(-tiles * kv_tiles // length) - 1
+    )
     assert (
         length == sum(work.num_kv_tiles for segment, work in items if segment == 0)
         or tiles * kv_tiles <= length
@@ -298,8 +301,8 @@ def test_a_launch_has_the_tile_of_its_longest_request_and_the_given_segments(
     assert found == [(grid, consumers)]
     # a warm-up up to this length launches each tile that a shorter request may have
     tiles = []
-    for each in plan.query_lens(query_len):
-        plan.launch(call._replace(max_query_len=each))
+    for query_length in plan.query_lens(query_len):
+        plan.launch(call._replace(max_query_len=query_length))
         tiles.append(found[-1][1])
     assert tiles == list(range(1, consumers + 1))
 

@@ -114,8 +114,8 @@ def test_parts_give_the_same_bits_wherever_they_are_computed(
     )  # fmt: skip
     batch = build(plan, device)
     options = {
-        key: each.to(device) if isinstance(each, Tensor) else each
-        for key, each in OPTIONS[name].items()
+        key: option.to(device) if isinstance(option, Tensor) else option
+        for key, option in OPTIONS[name].items()
     }
     right, right_lse = attend(optimized, batch, 0, 9, 1, **options)
     assert bool(right.isfinite().all() and right_lse.isfinite().all())

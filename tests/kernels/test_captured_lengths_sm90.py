@@ -119,7 +119,7 @@ def replay(capture: Capture, number: int, reference: Twin, made: Any) -> None:
         **batch.arguments(), out=out, lse=lse, options=options
     )
     assert tuple(made) == capture.made
-    assert not any(bool(each.any()) for each in COUNTERS)
+    assert not any(bool(counter.any()) for counter in COUNTERS)
     assert bool((out[batch.tokens :] == 0).all())
     assert bool((lse[:, batch.tokens :] == -torch.inf).all())
     if capture.is_fp8:
@@ -135,7 +135,11 @@ def replay(capture: Capture, number: int, reference: Twin, made: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [(name, at) for name, each in CAPTURES.items() for at in range(len(each.lengths))],
+    [
+        (name, at)
+        for name, planned in CAPTURES.items()
+        for at in range(len(planned.lengths))
+    ],
 )
 def test_a_captured_launch_is_right_for_all_shorter_lengths(
     name: str, number: int, reference: Twin, monkeypatch: pytest.MonkeyPatch
@@ -173,13 +177,13 @@ def test_a_captured_cross_attention_is_right_for_other_lengths(
     query_lens, key_lens = lengths
     chance = torch.Generator().manual_seed(sum(key_lens))
     query, key, value = (
-        torch.randn(each, heads, 64, generator=chance).half()
-        for each, heads in ((132, 2), (300, 1), (300, 1))
+        torch.randn(tokens, heads, 64, generator=chance).half()
+        for tokens, heads in ((132, 2), (300, 1), (300, 1))
     )
     query[sum(query_lens) :] = NAN
     key[sum(key_lens) :] = value[sum(key_lens) :] = NAN
     starts, key_starts = (
-        torch.tensor([0, *each]).cumsum(0).int() for each in (query_lens, key_lens)
+        torch.tensor([0, *lens]).cumsum(0).int() for lens in (query_lens, key_lens)
     )
     call = query, key, value, starts, key_starts, 66, 300
     options = AttentionOptions(causal=False, sinks=torch.tensor([0.5, -2.0]))

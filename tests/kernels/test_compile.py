@@ -40,7 +40,7 @@ def launched_kernels() -> set[str]:
 
 @pytest.mark.compile
 # an RTX 3090 gets the tiles of an RTX 5090
-@pytest.mark.parametrize("chip", [each for each in CHIPS if each != 86])
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip != 86])
 def test_every_kernel_compiles_for(
     chip: int, report_lines: Callable[..., None]
 ) -> None:

@@ -335,7 +335,11 @@ def test_prefills_of_many_work_items_and_of_windows_are_estimated_within_a_tenth
     assert 0.9 <= found / prefill <= 1.1
 
 
-UNIFORM = [each for each in MEASURED if each[0][1] == each[0][0] * each[0][2]]
+UNIFORM = [
+    measured
+    for measured in MEASURED
+    if measured[0][1] == measured[0][0] * measured[0][2]
+]
 
 
 @pytest.mark.parametrize(("batch", "changes", "append", "prefill"), UNIFORM)

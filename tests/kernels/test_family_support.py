@@ -140,10 +140,10 @@ def find_accepted(family: Any, given: dict[str, Any]) -> set[str]:
         if is_accepted(key=key, value=value):
             found.add(f"cache {what}")
     for name, values in SHAPES.items():
-        for each in values:
-            if is_accepted(make_call(**(given | {name: each}))):
-                found.add(f"{name} = {str(each).removeprefix('torch.')}")
-    options = {each: getattr(call.options, each) for each in call.options.given}
+        for other_value in values:
+            if is_accepted(make_call(**(given | {name: other_value}))):
+                found.add(f"{name} = {str(other_value).removeprefix('torch.')}")
+    options = {name: getattr(call.options, name) for name in call.options.given}
     assert {*OPTIONS} == {field.name for field in fields(AttentionOptions)}
     for name, values in OPTIONS.items():
         for value in values:
@@ -199,7 +199,7 @@ RAGGED = (
 
 def shapes(name: str, *values: Any) -> set[str]:
     """Return changes of an argument of `make_call`."""
-    return {f"{name} = {each}" for each in values}
+    return {f"{name} = {changed}" for changed in values}
 
 
 EACH = {"cache has 1 more in axis 0"} | shapes("query_dtype", "float16")
@@ -214,7 +214,7 @@ PADDED = shapes("padding", 8)
 IS_E5M2 = {"cache is float8_e5m2"}
 MASKS = {"sliding_window = 5", "attention_chunk_size = 5"}
 SCORES = {"logits_soft_cap = 3.0", "sinks = tensor"}
-SCALES = {f"{name} = {each}" for name in SCALED for each in ("0.5", "tensor")}
+SCALES = {f"{name} = {scale}" for name in SCALED for scale in ("0.5", "tensor")}
 IS_CAUSAL, MAY_BE_CAUSAL = {"causal = True"}, {"causal = True", "causal = False"}
 VARIES, IS_INVARIANT = {"batch_invariant = False"}, {"batch_invariant = True"}
 WIDE = {"out is float32"}
@@ -231,7 +231,7 @@ ACCEPTED = {
     # the cache is converted by a kernel that loads single elements of any strides
     "FP8 prefill": (
         OF_CALL | OF_TABLE | strides("block_table", 1)
-        | {each for axis in range(4) for each in strides("key value cache", axis)}
+        | {stride for axis in range(4) for stride in strides("key value cache", axis)}
         | SLOTS | shapes("slots", 8, 24) | {"cache has 1 more in axis 1"} | IS_E5M2
         | shapes("padding", 4)
         | LARGE_GROUPS | MASKS | SCORES | SCALES | MAY_BE_CAUSAL | VARIES | WIDE
@@ -240,7 +240,7 @@ ACCEPTED = {
     "FP8 decode": (
         OF_BATCH | OF_TABLE | strides("block_table", 1)
         | begins("query out", 1, 8)
-        | {each for axis in range(3) for each in strides("query out", axis)}
+        | {stride for axis in range(3) for stride in strides("query out", axis)}
         | strides("key value cache", 0, "0", "* 2", "/ 2")
         | strides("key value cache", 1, "0", "* 2", "/ 2")
         | strides("key value cache", 2, "0", "* 2", "/ 2")
@@ -292,7 +292,9 @@ def test_a_family_supports_no_call_of_another_chip(
     assert not family.supports(make_call(**given))
 
 
-@pytest.mark.parametrize("name", [each for each in FAMILIES if "prefill" not in each])
+@pytest.mark.parametrize(
+    "name", [family for family in FAMILIES if "prefill" not in family]
+)
 def test_families_that_read_pages_support_no_ragged_keys(name: str) -> None:
     family, given = FAMILIES[name]
     assert not family.supports(make_call(**(given | {"is_paged": False})))

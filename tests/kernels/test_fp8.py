@@ -194,7 +194,7 @@ def quotients(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def same_codes(found: Tensor, right: Tensor) -> bool:
     """Return whether FP8 numbers have the same bits, except the signs of NaN."""
     is_nan = right.float().isnan()
-    codes = [each.view(torch.uint8) for each in (found, right)]
+    codes = [codes.view(torch.uint8) for codes in (found, right)]
     alike = torch.where(is_nan, codes[0] & 0x7F == 0x7F, codes[0] == codes[1])
     return bool(alike.all())
 
@@ -278,11 +278,13 @@ def test_the_division_by_plain_scales_is_the_nearest_quotient(
     size = 1024 if device.type == "cuda" else triton.next_power_of_2(len(numbers))
     programs = triton.cdiv(len(numbers), size)
     padded = [
-        torch.nn.functional.pad(each, (0, programs * size - len(each)), value=1.0)
-        for each in (numbers, its)
+        torch.nn.functional.pad(factors, (0, programs * size - len(factors)), value=1.0)
+        for factors in (numbers, its)
     ]
     made = torch.empty(programs * size, device=device)
-    divide_kernel[(programs,)](*(each.to(device) for each in padded), made, SIZE=size)
+    divide_kernel[(programs,)](
+        *(factors.to(device) for factors in padded), made, SIZE=size
+    )
     found, right = made.cpu()[: len(numbers)], numbers / its
     counted = (right >= 2.0**-20) & (right <= LARGEST_QUOTIENT.value)
     assert int(counted.sum()) > 100_000
@@ -338,7 +340,7 @@ def main(chip: int) -> None:
                 )
                 compiled = triton.compile(source, target=GPUTarget("cuda", chip, 32))
                 used = {
-                    each for each in compiled.asm["ptx"].split() if "cvt.rn" in each
+                    word for word in compiled.asm["ptx"].split() if "cvt.rn" in word
                 }
                 print(
                     kernel.__name__, is_e5m2, "native" if native else "", *sorted(used)
@@ -346,5 +348,5 @@ def main(chip: int) -> None:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        main(int(each))
+    for argument in sys.argv[1:]:
+        main(int(argument))

@@ -322,7 +322,7 @@ def takes(batch: BatchTensors, options: AttentionOptions, short_rows: int = 16) 
     """Return whether the kernel takes calls with a batch's signature, whatever their device."""
     config = prepare._make_config(
         batch.query, batch.key_cache, batch.value_cache, batch.block_table,
-        batch.query, options, *[each[1] for each in _lowered(batch, options)],
+        batch.query, options, *[lowered[1] for lowered in _lowered(batch, options)],
     )  # fmt: skip
     strides = prepare._strides(
         batch.query, batch.key_cache, batch.value_cache, batch.block_table, batch.query

@@ -98,7 +98,7 @@ def test_a_fault_is_reported(
     ):
         check(CASES[fault.case], reference)
     found = str(raised.value)
-    assert any(each in found for each in fault.report.split("|")), found
+    assert any(report in found for report in fault.report.split("|")), found
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def element_numbers(name: str, target: Tensor, args: Sequence[Any]) -> Tensor:
         dim, index = args[:2]
         select = torch.gather if name == "scatter_" else torch.index_select
         return select(numbers, dim, index)
-    return numbers[tuple(slice(None) if each is None else each for each in args[0])]
+    return numbers[tuple(slice(None) if index is None else index for index in args[0])]
 
 
 class WriteOnce(TorchDispatchMode):
@@ -42,7 +42,7 @@ class WriteOnce(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in WRITES and not any(isinstance(each, bool) for each in args):
+        if name in WRITES and not any(isinstance(argument, bool) for argument in args):
             self.num_writes += 1
             written = element_numbers(name, args[0], args[1:]).flatten()
             if len(written.unique()) < len(written):

@@ -124,8 +124,8 @@ def test_launches_get_plain_numbers(
     latent_family.plan(call).launch(call)
     assert len(given) == 2
     for grid, pointers, options, numbers, *_ in given:
-        assert all(type(each) is float for each in options)
-        assert all(type(each) is int for each in (*grid, *pointers, *numbers))
+        assert all(type(option) is float for option in options)
+        assert all(type(number) is int for number in (*grid, *pointers, *numbers))
 
 
 @pytest.mark.parametrize("constants", [ONE_ROW, TWO_ROWS])

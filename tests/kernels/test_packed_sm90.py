@@ -405,12 +405,12 @@ def test_lengths_of_a_warm_up_choose_both_plans(
     """Unless no length up to the longest one chooses the other plan."""
     made, _ = make(group)
     found = made.prefill_lens(least, most)
-    assert found[-1] == most and all(least <= each <= most for each in found)
+    assert found[-1] == most and all(least <= length <= most for length in found)
     if made.packed is None:
         assert len(found) == 1
         return
-    chosen = [made.packed.is_chosen(each) for each in range(least, most + 1)]
-    assert [made.packed.is_chosen(each) for each in found[::-1]] == [
+    chosen = [made.packed.is_chosen(length) for length in range(least, most + 1)]
+    assert [made.packed.is_chosen(length) for length in found[::-1]] == [
         chosen[-1],
         *({*chosen} - {chosen[-1]}),
     ]

@@ -139,7 +139,9 @@ def attend(
     plan = plan or of_call
     if changes["device"].type == "cuda":
         # a chip has more multiprocessors and longer splits than the interpreter
-        plan = replace(plan, kv_lens=tuple(40 * each for each in plan.kv_lens))
+        plan = replace(
+            plan, kv_lens=tuple(40 * kv_length for kv_length in plan.kv_lens)
+        )
         if "max_seq_len" in changes:
             changes["max_seq_len"] *= 40
     batch = build(plan)

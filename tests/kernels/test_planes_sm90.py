@@ -65,7 +65,7 @@ def test_a_plane_has_the_rows_and_columns_of_every_head_and_block(name: str) -> 
     assert find_plane(shape, strides) == expected
 
 
-@pytest.mark.parametrize("name", [name for name, each in PLANES.items() if each[2]])
+@pytest.mark.parametrize("name", [name for name, plane in PLANES.items() if plane[2]])
 def test_an_element_has_the_row_and_column_of_its_plane_that_tma_is_given(
     name: str,
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_maps_of_padded_heads_address_each_element_and_no_padding(
     caches = batch.key_cache, batch.value_cache
     if has_heads_first:
         caches = tuple(
-            each.transpose(1, 2).contiguous().transpose(1, 2) for each in caches
+            cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches
         )
     batch = replace(batch, key_cache=caches[0], value_cache=caches[1])
     call = to_call(batch, *batch.fresh())
@@ -289,9 +289,9 @@ def test_a_request_is_short_by_its_rows_however_many_heads_a_tile_has(
     keep: Any = lambda *each: launches.append(each)  # noqa: E731
     keep.is_ready = False
     keep.load = lambda *_: True
-    for each in (made, made.packed):
-        if each is not None:
-            each.launcher = keep
+    for own_plan in (made, made.packed):
+        if own_plan is not None:
+            own_plan.launcher = keep
     for short_rows in range(9 * group):
         made.launch_prefill(call, short_rows)
         _, num_heads, heads_per_kv_head, max_decode_rows = launches.pop()[3][:4]

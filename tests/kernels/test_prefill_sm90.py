@@ -363,8 +363,8 @@ def test_without_a_mask_every_query_attends_to_its_whole_sequence(
             assert bool((lse[:, begin:end] == -torch.inf).all())
             continue
         key, value = (
-            each[own].double().repeat_interleave(plan.group, 1)
-            for each in (keys, values)
+            states[own].double().repeat_interleave(plan.group, 1)
+            for states in (keys, values)
         )
         scores = torch.einsum("qhd,khd->hqk", batch.query[begin:end].double(), key)
         scores *= head_size**-0.5

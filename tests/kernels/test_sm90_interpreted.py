@@ -265,7 +265,7 @@ def test_a_fault_is_reported(
             reports.append(str(error))
             break
     assert reports
-    assert any(each in reports[0] for each in fault.report.split("|")), reports
+    assert any(report in reports[0] for report in fault.report.split("|")), reports
 
 
 def test_a_tile_has_the_bytes_of_the_hardware() -> None:
