@@ -53,7 +53,7 @@ def attended(
         max(0, len(keys) - (window or len(keys))),
     )
     keys, values = (
-        each.double().repeat_interleave(group, 1) for each in (keys, values)
+        states.double().repeat_interleave(group, 1) for states in (keys, values)
     )
     scores = torch.einsum("hd,khd->hk", query.double(), keys) * scale
     scores = cap * torch.tanh(scores / cap) if cap else scores
@@ -186,5 +186,5 @@ def count_decodes(inputs: dict[str, Any]) -> int:
         decodes = longer[0] if longer else decodes
         assert len(longer) == len(lens) - decodes
     room = common["block_table_tensor"].shape[1] * size
-    assert all(each <= room for each in common["seq_lens_cpu"][:decodes].tolist())
+    assert all(length <= room for length in common["seq_lens_cpu"][:decodes].tolist())
     return decodes

@@ -107,18 +107,18 @@ def decode(value: Any) -> Any:
     if isinstance(value, dict):
         if is_tensor(value):
             return decode_tensor(value)
-        return {name: decode(each) for name, each in value.items()}
+        return {name: decode(element) for name, element in value.items()}
     if isinstance(value, list):
-        return [decode(each) for each in value]
+        return [decode(element) for element in value]
     return NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
 def move(value: Any, device: torch.device, name: str = "") -> Any:
     """Return inputs on a device; what is called `_cpu` stays on the host."""
     if isinstance(value, dict):
-        return {key: move(each, device, key) for key, each in value.items()}
+        return {key: move(element, device, key) for key, element in value.items()}
     if isinstance(value, list):
-        return [move(each, device, name) for each in value]
+        return [move(element, device, name) for element in value]
     if isinstance(value, torch.Tensor) and not name.endswith("_cpu"):
         return value.to(device)
     return value
@@ -142,7 +142,7 @@ def decode_tensor(recorded: Mapping[str, Any]) -> torch.Tensor:
 
 def _numbers(data: Any) -> Any:
     if isinstance(data, list):
-        return [_numbers(each) for each in data]
+        return [_numbers(row) for row in data]
     return NUMBERS.get(data, data) if isinstance(data, str) else data
 
 

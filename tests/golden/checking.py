@@ -43,9 +43,9 @@ def compare(case: Case, found: dict[str, Any], version: str) -> Iterator[str]:
 def copied(value: Any) -> Any:
     """Return inputs with tensors of their own."""
     if isinstance(value, dict):
-        return {name: copied(each) for name, each in value.items()}
+        return {name: copied(element) for name, element in value.items()}
     if isinstance(value, list):
-        return [copied(each) for each in value]
+        return [copied(element) for element in value]
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -87,7 +87,9 @@ def recorded(value: Any) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": list(value.shape), "data": value.tolist()}
     if isinstance(value, dict):
-        return {name: recorded(each) for name, each in value.items()}
+        return {name: recorded(element) for name, element in value.items()}
     return (
-        [recorded(each) for each in value] if isinstance(value, tuple | list) else value
+        [recorded(element) for element in value]
+        if isinstance(value, tuple | list)
+        else value
     )

@@ -105,7 +105,7 @@ def rules_that_hold(
 def needless_rules(rules: Sequence[Rule], differences: Sequence[str]) -> Iterator[str]:
     """Yield the rules that hold and explain no difference that the others leave unexplained."""
     for rule in rules:
-        others = [each for each in rules if each is not rule]
+        others = [other for other in rules if other is not rule]
         if not any(broken_predictions(others, differences)):
             yield f"{rule.name} holds, but the other rules explain all differences"
 
@@ -120,7 +120,7 @@ def broken_predictions(
     that.
     """
     raising = [rule for rule in rules if RAISES in rule.fields]
-    is_raise = any(each.startswith(".raises:") for each in differences)
+    is_raise = any(difference.startswith(".raises:") for difference in differences)
     if is_raise and not raising:
         yield f"{differences[0]}: predicted by no rule"
     if raising and not is_raise:
@@ -131,5 +131,5 @@ def broken_predictions(
         if not any(rule.covers(difference) for rule in rules):
             yield f"{difference}: covered by no rule"
     for rule in rules:
-        if not any(rule.covers(each) for each in differences):
+        if not any(rule.covers(difference) for difference in differences):
             yield f"{rule.name} holds, but no field of {', '.join(rule.fields)} differs"

@@ -63,7 +63,7 @@ def slot_mapping(inputs: dict[str, Any]) -> dict[str, Any]:
         size, context = inputs["block_size"], inputs["context_len"]
         stored = range(max(start, context), seq_len)
         added = [-1] * max(0, start - context)
-        added += [row[each // size] * size + each % size for each in stored]
+        added += [row[position // size] * size + position % size for position in stored]
     return {"slot_mapping": before + added, "num_appended": len(added)}
 
 
@@ -85,7 +85,7 @@ def split(inputs: dict[str, Any]) -> dict[str, Any]:
         return {"result": [reqs, 0, tokens, 0]}
     if lens[0] > most:
         return {"result": [0, reqs, 0, tokens]}
-    is_prefill = [each != lens[0] if uniform else each > most for each in lens]
+    is_prefill = [length != lens[0] if uniform else length > most for length in lens]
     cut = is_prefill.index(True) if True in is_prefill else reqs
     end = starts[cut] if cut < reqs else tokens
     return {"result": [cut, reqs - cut, end, tokens - end]}
@@ -99,7 +99,7 @@ def split_three(inputs: dict[str, Any]) -> dict[str, Any]:
     reqs, whole = len(lens), common["seq_lens_cpu"].tolist()
     if common["max_query_len"] <= most:
         return {"result": [reqs, 0, 0, tokens, 0, 0]}
-    extends = [index for index, each in enumerate(lens) if each > most]
+    extends = [index for index, length in enumerate(lens) if length > most]
     if not extends:
         return {"result": [0] * 6}
     prefills = [index for index in extends if whole[index] == lens[index]]
@@ -121,10 +121,10 @@ def micro_batch(inputs: dict[str, Any]) -> dict[str, Any]:
     assert first != stop and begin != end
     assert starts[first] <= begin < starts[first + 1]
     assert starts[stop - 1] <= end - 1 < starts[stop]
-    own = [each - starts[first] for each in starts[first : stop + 1]]
+    own = [start - starts[first] for start in starts[first : stop + 1]]
     # the cut at the start moves all later starts
     skipped = begin - starts[first]
-    own = [own[0], *(each - skipped for each in own[1:])]
+    own = [own[0], *(start - skipped for start in own[1:])]
     lens = common["seq_lens_cpu"][first:stop].clone()
     if end < starts[stop]:
         # a start of the micro-batch is compared with a token index of the step

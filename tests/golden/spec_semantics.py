@@ -131,12 +131,12 @@ def merge(inputs: dict[str, Any]) -> dict[str, Any]:
     specs, visible = inputs["specs"], {}
     if inputs["class"] == "FullAttentionSpec":
         for name in ("sliding_window", "attention_chunk_size"):
-            given = {each.get(name) for each in specs} - {None}
+            given = {fields.get(name) for fields in specs} - {None}
             assert len(given) <= 1
             visible[name] = given.pop() if given else None
         assert None in visible.values()
-    kept = [{k: v for k, v in each.items() if k not in visible} for each in specs]
-    assert all(each == kept[0] for each in kept)
+    kept = [{k: v for k, v in fields.items() if k not in visible} for fields in specs]
+    assert all(rest == kept[0] for rest in kept)
     spec = {"class": inputs["class"], **specs[0]}
     merged = {**kept[0], **visible, "page_size_bytes": page_of(spec)}
     # the padded size replaces the alignment
@@ -184,14 +184,14 @@ def strides(inputs: dict[str, Any]) -> dict[str, Any]:
         return {"shape": shape, "strides_LBHNC_bytes": error}
     else:
         # the padding is a longer last axis of what is inside of a page
-        whole = torch.empty([*(lens[each] for each in outer), page], device="meta")
+        whole = torch.empty([*(lens[letter] for letter in outer), page], device="meta")
         found = dict(zip(outer, whole.stride(), strict=False))
         inner = letters[len(outer) :]
-        part = torch.empty([lens[each] for each in inner], device="meta")
+        part = torch.empty([lens[letter] for letter in inner], device="meta")
         found |= dict(zip(inner, part.stride(), strict=True))
     return {
         "shape": shape,
-        "strides_LBHNC_bytes": [found[each] for each in "LBHNC"],
+        "strides_LBHNC_bytes": [found[letter] for letter in "LBHNC"],
     }
 
 

@@ -89,7 +89,7 @@ def test_a_recorded_case_needs_each_rule_that_holds(own: str) -> None:
 @pytest.mark.parametrize("gap", GAPS, ids=lambda gap: f"{gap.file}-{gap.name}")
 def test_a_case_that_is_not_tried_would_fail(gap: Gap) -> None:
     """A condition that hides equal results only is too broad."""
-    cases = [each for each in read_cases(FOLDER, gap.file) if gap.holds(each.inputs)]
+    cases = [case for case in read_cases(FOLDER, gap.file) if gap.holds(case.inputs)]
     assert cases and gap.reason
     for case in cases:
         try:

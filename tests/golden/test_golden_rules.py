@@ -45,8 +45,8 @@ def _fields_of_both(found: Any, expected: Any) -> Any:
     is_tensor = isinstance(expected, dict) and "dtype" in expected
     if isinstance(found, dict) and isinstance(expected, dict) and not is_tensor:
         return {
-            name: _fields_of_both(found[name], each)
-            for name, each in expected.items()
+            name: _fields_of_both(found[name], expected_value)
+            for name, expected_value in expected.items()
             if name in found
         }
     are_lists = isinstance(found, list) and isinstance(expected, list)
@@ -171,7 +171,7 @@ def draw_buffers(pick: Random) -> dict[str, Any]:
         "slot_mappings": torch.zeros(
             groups, tokens + pick.choice([0, 2]), dtype=torch.int64
         ),
-        "kv_cache_groups": [{"layer_names": [f"l.{each}"]} for each in range(groups)],
+        "kv_cache_groups": [{"layer_names": [f"l.{index}"]} for index in range(groups)],
         "num_builders": groups + pick.choice([0] * 6 + [-1, 1]),
     }
 

@@ -92,7 +92,7 @@ def draw_spec(pick: Random) -> dict[str, Any]:
 
 def draw_sizes(pick: Random) -> dict[str, Any]:
     alignment: list[Any] = [None, 1, 512, 0, -4]
-    alignment += [{"multiple_of": each} for each in (1, 16, 24, 64, 128)]
+    alignment += [{"multiple_of": multiple} for multiple in (1, 16, 24, 64, 128)]
     return draw_spec(pick) | some(pick, 0.5, block_stride_alignment=alignment)
 
 
@@ -118,8 +118,8 @@ def draw_merge(pick: Random) -> dict[str, Any]:
     if pick.random() < 0.3:
         specs[-1] |= some(pick, 0.4, head_size=[1, 64], block_size=[16, 64])
     if kind == "FullAttentionSpec":
-        for each in specs:
-            each |= some(
+        for fields in specs:
+            fields |= some(
                 pick, 0.3, sliding_window=[None, 64, 128], attention_chunk_size=[256]
             )
     return {"class": kind, "specs": specs}
@@ -141,7 +141,7 @@ def draw_mask(pick: Random) -> dict[str, Any]:
     """Return short requests with windows, chunks, and images of any order and overlap."""
     new = [pick.choice([0, 1, 1, 3, 9, 20]) for _ in range(pick.choice([1, 1, 2, 3]))]
     new[0] = max(new[0], 1)
-    lens = [each + pick.choice([0, 0, 1, 8, 20]) for each in new]
+    lens = [tokens + pick.choice([0, 0, 1, 8, 20]) for tokens in new]
     causal = pick.choice([True, True, False, [pick.random() < 0.5 for _ in new]])
     inputs = {
         "query_lens": new,

@@ -30,7 +30,7 @@ def backend_of(twin: Any) -> Any:
     """The backend that mirrors vLLM's: XFORMERS, and the one backend of the reference."""
     module = import_module(f"pagetwin.{twin.name}.backends.backend")
     wanted = "XFORMERS" if twin.name == "optimized" else "REFERENCE"
-    return next(each for each in module.BACKENDS if each.name == wanted)
+    return next(backend for backend in module.BACKENDS if backend.name == wanted)
 
 
 def common_of(recorded: dict[str, Any]) -> CommonAttentionMetadata:

@@ -106,12 +106,12 @@ def get_graph_input_buffers(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]
         fill_table(whole.block_tables, inputs)
         captured = state.graph_capture_get_metadata_for_batch(inputs["batch_size"])
     buffers = state.get_graph_input_buffers(captured).present()
-    places = {name: each.data_ptr() for name, each in whole.present().items()}
+    places = {name: buffer.data_ptr() for name, buffer in whole.present().items()}
     return {
         "keys_in_order": list(buffers),
         "buffers": buffers,
         "identity": {
-            name: each.data_ptr() == places[name] for name, each in buffers.items()
+            name: buffer.data_ptr() == places[name] for name, buffer in buffers.items()
         },
     }
 
@@ -137,11 +137,11 @@ def attn_cg_support(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     groups = [
         [
             graphs.GroupSupport(
-                graphs.AttentionCGSupport[each["support"]],
-                each["backend"],
-                tuple(each["layer_names"]),
+                graphs.AttentionCGSupport[member["support"]],
+                member["backend"],
+                tuple(member["layer_names"]),
             )
-            for each in group
+            for member in group
         ]
         for group in inputs["attn_groups"]
     ]

@@ -53,12 +53,12 @@ def config_of(recorded: dict[str, Any]) -> KVCacheConfig:
     return KVCacheConfig(
         recorded["num_blocks"],
         [
-            KVCacheTensor(each["size"], each["shared_by"])
-            for each in recorded["kv_cache_tensors"]
+            KVCacheTensor(tensor["size"], tensor["shared_by"])
+            for tensor in recorded["kv_cache_tensors"]
         ],
         [
-            KVCacheGroupSpec(each["layer_names"], spec_of(each["kv_cache_spec"]))
-            for each in recorded["kv_cache_groups"]
+            KVCacheGroupSpec(group["layer_names"], spec_of(group["kv_cache_spec"]))
+            for group in recorded["kv_cache_groups"]
         ],
     )
 
@@ -89,7 +89,7 @@ def backend_of(recorded: dict[str, Any]) -> Any:
 
 
 def backends_of(recorded: dict[str, Any]) -> dict[str, Any]:
-    return {name: backend_of(each) for name, each in recorded.items()}
+    return {name: backend_of(backend) for name, backend in recorded.items()}
 
 
 @adapter("allocate_kv_cache")
@@ -153,7 +153,7 @@ def init(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     name_of = {id(cache): name for name, cache in caches.items()}
     return {
         "returns": SKIP,  # ours returns what vLLM writes into the runner's list
-        "runner_kv_caches_layers": [name_of[id(each)] for each in caches.values()],
+        "runner_kv_caches_layers": [name_of[id(cache)] for cache in caches.values()],
         # a layer's cache is one tensor here, and a list of one in vLLM
         "forward_context": {
             name: "UNSET" if layer.kv_cache is None else [name_of[id(layer.kv_cache)]]
@@ -174,16 +174,16 @@ def kv_cache_spec(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             pass
 
     layers: dict[str, Any] = {}
-    for name, each in inputs["layers"].items():
-        if each["kind"] != "attention":
+    for name, layer in inputs["layers"].items():
+        if layer["kind"] != "attention":
             layers[name] = torch.nn.Identity()
             continue
         Attention(
-            each["num_kv_heads"],
-            each["head_size"],
+            layer["num_kv_heads"],
+            layer["head_size"],
             1.0,
-            per_layer_sliding_window=each["sliding_window"],
-            attn_type=each["attn_type"],
+            per_layer_sliding_window=layer["sliding_window"],
+            attn_type=layer["attn_type"],
             prefix=name,
             attn_backend=TakesAll,
             static_forward_context=layers,
@@ -251,13 +251,13 @@ def attn_backend(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
     specs = [KVCacheSpec(16 + n, 1, 8) for n in range(len(inputs["kv_cache_groups"]))]
     groups = [
-        KVCacheGroupSpec(each["layer_names"], spec)
-        for each, spec in zip(inputs["kv_cache_groups"], specs, strict=True)
+        KVCacheGroupSpec(group["layer_names"], spec)
+        for group, spec in zip(inputs["kv_cache_groups"], specs, strict=True)
     ]
     backends, made = init_attn_backend(groups, layers, "cpu")
     return {
-        "attn_backends": {layer: each.name for layer, each in backends.items()},
-        "builders_in_order": [builders.index(each.metadata_builder) for each in made],
+        "attn_backends": {layer: chosen.name for layer, chosen in backends.items()},
+        "builders_in_order": [builders.index(group.metadata_builder) for group in made],
         "events": events,
     }
 
@@ -305,7 +305,7 @@ def real_backends(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     sizes = ("num_blocks", "block_size", "num_kv_heads", "head_size")
     return {
         "name": SKIP,  # vLLM's backends
-        "shape": twin.get_kv_cache_shape(**{each: inputs[each] for each in sizes}),
+        "shape": twin.get_kv_cache_shape(**{size: inputs[size] for size in sizes}),
         "stride_order": attempt(stride_order),
     }
 
@@ -363,8 +363,8 @@ def layout_of_033(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 def block_sizes(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     class Backend(Capabilities):
         supported_kernel_block_sizes = tuple(
-            MultipleOf(each["multiple_of"]) if isinstance(each, dict) else each
-            for each in inputs["supported_kernel_block_sizes"]
+            MultipleOf(size["multiple_of"]) if isinstance(size, dict) else size
+            for size in inputs["supported_kernel_block_sizes"]
         )
 
         @staticmethod

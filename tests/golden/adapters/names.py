@@ -94,18 +94,18 @@ def described(name: str) -> dict[str, Any]:
 
 def described_class(cls: type) -> dict[str, Any]:
     """Return the members of a class, and its attributes that were recorded."""
-    own = {name: each for name, each in vars(cls).items() if not is_dunder(name)}
+    own = {name: member for name, member in vars(cls).items() if not is_dunder(name)}
     abstract = sorted(getattr(cls, "__abstractmethods__", ()))
     found: dict[str, Any] = {
         "abstract": abstract,
         "abstract_methods": abstract,
         "members": sorted(own),
         "methods": sorted(
-            name for name, each in own.items() if inspect.isroutine(each)
+            name for name, member in own.items() if inspect.isroutine(member)
         ),
     }
     if issubclass(cls, Enum):
-        found["members"] = {each.name: each.value for each in cls}
+        found["members"] = {member.name: member.value for member in cls}
     if is_dataclass(cls):
         found["frozen"] = cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
         found["fields"] = fields(cls)
@@ -140,7 +140,9 @@ def type_text(cls: type, name: str) -> str:
     """Return a field's type as the recorded version wrote it."""
     hint = typing.get_type_hints(cls)[name]
     if isinstance(hint, UnionType):
-        inner = [each for each in typing.get_args(hint) if each is not type(None)]
+        inner = [
+            argument for argument in typing.get_args(hint) if argument is not type(None)
+        ]
         return f"typing.Optional[{inner[0].__name__}]"
     return str(hint)
 

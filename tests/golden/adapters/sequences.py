@@ -38,18 +38,18 @@ def by_id(tables: Any) -> Any:
 
 def placeholder_map(recorded: dict[str, Any]) -> MultiModalPlaceholderMap:
     return MultiModalPlaceholderMap(
-        src_ranges=tuple(range(*each) for each in recorded["src_ranges"]),
+        src_ranges=tuple(range(*bounds) for bounds in recorded["src_ranges"]),
         src_len=recorded["src_len"],
-        dest_ranges=tuple(range(*each) for each in recorded["dest_ranges"]),
+        dest_ranges=tuple(range(*bounds) for bounds in recorded["dest_ranges"]),
         dest_len=recorded["dest_len"],
     )
 
 
 def recorded_map(ours: MultiModalPlaceholderMap) -> dict[str, Any]:
     return {
-        "src_ranges": [[each.start, each.stop] for each in ours.src_ranges],
+        "src_ranges": [[span.start, span.stop] for span in ours.src_ranges],
         "src_len": ours.src_len,
-        "dest_ranges": [[each.start, each.stop] for each in ours.dest_ranges],
+        "dest_ranges": [[span.start, span.stop] for span in ours.dest_ranges],
         "dest_len": ours.dest_len,
     }
 
@@ -78,7 +78,8 @@ def group_of(inter_data: dict[str, Any]) -> SequenceGroup:
         block_tables=by_id(inter_data["block_tables"]),
         prefix_cache_hit=inter_data["prefix_cache_hit"],
         multi_modal_placeholder_maps={
-            modality: placeholder_map(each) for modality, each in maps.items()
+            modality: placeholder_map(placeholders)
+            for modality, placeholders in maps.items()
         },
     )
 
@@ -98,8 +99,8 @@ def state_of(builder: Any) -> dict[str, Any]:
         value = getattr(builder, name)
         state[name] = list(value) if isinstance(value, list) else value
     state["multimodal_placeholder_maps"] = {
-        modality: recorded_map(each)
-        for modality, each in builder.multimodal_placeholder_maps.items()
+        modality: recorded_map(placeholders)
+        for modality, placeholders in builder.multimodal_placeholder_maps.items()
     }
     return state
 
@@ -111,8 +112,8 @@ def shown(metadata: SequenceAttentionMetadata | None) -> dict[str, Any] | None:
     values = metadata.asdict_zerocopy()
     if metadata.multi_modal_placeholder_index_maps is not None:
         values["multi_modal_placeholder_index_maps"] = {
-            modality: {"src": each.src, "dest": each.dest}
-            for modality, each in metadata.multi_modal_placeholder_index_maps.items()
+            modality: {"src": index_map.src, "dest": index_map.dest}
+            for modality, index_map in metadata.multi_modal_placeholder_index_maps.items()
         }
     return values
 
@@ -120,8 +121,14 @@ def shown(metadata: SequenceAttentionMetadata | None) -> dict[str, Any] | None:
 def metadata_of(recorded: dict[str, Any]) -> SequenceAttentionMetadata:
     """Return metadata with the recorded fields; what it needs besides is made up."""
     values: dict[str, Any] = {"slot_mapping": torch.empty(0, dtype=torch.int64)}
-    known = {each.name for each in fields(SequenceAttentionMetadata)}
-    values.update({name: each for name, each in recorded.items() if name in known})
+    known = {field.name for field in fields(SequenceAttentionMetadata)}
+    values.update(
+        {
+            name: recorded_field
+            for name, recorded_field in recorded.items()
+            if name in known
+        }
+    )
     return SequenceAttentionMetadata(**values)
 
 
@@ -144,8 +151,8 @@ def prepare(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         for inter_data in groups:
             builder.add_seq_group(group_of(inter_data))
         builder.build(
-            [each for inter_data in groups for each in inter_data["seq_lens"]],
-            [each for inter_data in groups for each in inter_data["query_lens"]],
+            [length for inter_data in groups for length in inter_data["seq_lens"]],
+            [length for inter_data in groups for length in inter_data["query_lens"]],
         )
         result["state_before_second_prepare"] = state_of(builder)
         builder.prepare()
@@ -215,8 +222,8 @@ def tensor_with_pad(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 @adapter("multi_modal_placeholder_map")
 def placeholder_maps(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     merged = MultiModalPlaceholderMap()
-    for each in inputs["maps"]:
-        merged = merged.extend(placeholder_map(each))
+    for placeholders in inputs["maps"]:
+        merged = merged.extend(placeholder_map(placeholders))
     try:
         index = merged.index_map()
         indices: dict[str, Any] = {"src": index.src, "dest": index.dest}
@@ -252,7 +259,7 @@ def asdict_zerocopy(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "keys_in_order": list(values),
         "values": values,
         "same_objects": all(
-            each is inputs["fields"][name] for name, each in values.items()
+            converted is inputs["fields"][name] for name, converted in values.items()
         ),
     }
 
@@ -283,12 +290,12 @@ def seq_len_block_table_args(twin: Any, inputs: dict[str, Any]) -> dict[str, Any
     lens, longest, table = twin.get_seq_len_block_table_args(
         metadata, inputs["is_prompt"], inputs["attn_type"]
     )
-    stored = [getattr(metadata, each.name) for each in fields(metadata)]
+    stored = [getattr(metadata, field.name) for field in fields(metadata)]
     return {
         "result": [lens, longest, table],
         "same_objects": [
-            each is not None and any(each is one for one in stored)
-            for each in (lens, longest, table)
+            part is not None and any(part is one for one in stored)
+            for part in (lens, longest, table)
         ],
     }
 

@@ -130,7 +130,9 @@ def memory(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 @adapter("v033_kv_cache_spec_merge")
 def merge(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     if "specs" in inputs:
-        given = [spec_of(inputs["class"], each) for each in inputs["specs"]]
+        given = [
+            spec_of(inputs["class"], spec_fields) for spec_fields in inputs["specs"]
+        ]
         return shown(merge_kv_cache_specs(given))
     # vLLM's copy_with_new_block_size
     spec, size = spec_of(inputs["class"], inputs), inputs["new_block_size"]

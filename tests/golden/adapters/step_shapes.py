@@ -23,7 +23,7 @@ def common_metadata(recorded: dict[str, Any]) -> CommonAttentionMetadata:
 def shown(common: CommonAttentionMetadata) -> dict[str, Any]:
     """Return its fields, to be compared one by one."""
     return {
-        each.name: getattr(common, each.name) for each in dataclasses.fields(common)
+        field.name: getattr(common, field.name) for field in dataclasses.fields(common)
     }
 
 
@@ -72,7 +72,7 @@ def attention_backend(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return {
         "class_name": made.__name__,
         "is_subclass": issubclass(made, base),
-        "bases": [each.__name__ for each in made.__bases__],
+        "bases": [base.__name__ for base in made.__bases__],
         "get_builder_cls": made.get_builder_cls().__name__,
         "get_builder_cls_is_builder": made.get_builder_cls() is builder,
         "inherited_get_name": made.get_name(),
@@ -108,8 +108,8 @@ def attention_metadata(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "class_name": made.__name__,
         "is_subclass": issubclass(made, base),
         "fields_in_order": [
-            [each.name, "required" if each.default is required else each.default]
-            for each in dataclasses.fields(made)
+            [field.name, "required" if field.default is required else field.default]
+            for field in dataclasses.fields(made)
         ],
         "instance": instance,
     }
@@ -242,18 +242,20 @@ def per_layer_parameters(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             setattr(impl, attribute, value)
         return SimpleNamespace(impl=impl)
 
-    layers = {name: layer(each) for name, each in inputs["layers"].items()}
+    layers = {
+        name: layer(recorded_layer) for name, recorded_layer in inputs["layers"].items()
+    }
     found = twin.get_per_layer_parameters(
         layers, inputs["layer_names"], SimpleNamespace
     )
-    return {"result": {name: vars(each) for name, each in found.items()}}
+    return {"result": {name: vars(parameters) for name, parameters in found.items()}}
 
 
 @adapter("infer_global_hyperparameters")
 def global_hyperparameters(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     params = {
-        name: PerLayerParameters(**each)
-        for name, each in inputs["per_layer_params"].items()
+        name: PerLayerParameters(**parameters)
+        for name, parameters in inputs["per_layer_params"].items()
     }
     found = twin.infer_global_hyperparameters(params)
     first, *others = params

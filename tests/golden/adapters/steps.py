@@ -97,7 +97,7 @@ def reordered(
 ) -> dict[str, Any]:
     req_ids = inputs["req_ids"]
     order = twin.reorder_batch_to_split_decodes_and_prefills(
-        [inputs["num_scheduled_tokens"][each] for each in req_ids],
+        [inputs["num_scheduled_tokens"][req_id] for req_id in req_ids],
         inputs.get("decode_threshold", threshold),
         **{name.removesuffix("_cpu"): _list(inputs[name]) for name in names},
     )
@@ -105,7 +105,7 @@ def reordered(
         "modified": order != list(range(len(order))),
         "num_swaps": num_swaps(order),
         "swaps": SKIP,  # in which order vLLM calls swap_states; ours returns the order
-        "final_req_ids": [req_ids[each] for each in order],
+        "final_req_ids": [req_ids[index] for index in order],
     }
 
 
@@ -191,7 +191,7 @@ def _skip_fields_of_033(result: dict[str, Any]) -> None:
 @adapter("split_attn_metadata")
 def micro_batches(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     parts = twin.split_attn_metadata(
-        [ubatch_slice(each) for each in inputs["ubatch_slices"]],
+        [ubatch_slice(bounds) for bounds in inputs["ubatch_slices"]],
         step_of(inputs["common_attn_metadata"]),
     )
     return {"result": [recorded_fields(part) for part in parts]}

@@ -78,7 +78,7 @@ def contexts(inputs: dict[str, Any]) -> list[int]:
 def are_cached(inputs: dict[str, Any]) -> bool:
     """Return whether every request's row holds its context, and its tokens are its last ones."""
     room = inputs["b_loc"].shape[1] * inputs["v_cache"].shape[3]
-    return all(0 <= each <= room for each in contexts(inputs))
+    return all(0 <= context <= room for context in contexts(inputs))
 
 
 def has_slopes_and_sinks(inputs: dict[str, Any]) -> bool:
@@ -116,7 +116,7 @@ def slopes_hide_a_window(inputs: dict[str, Any]) -> bool:
 def a_decode_has_no_keys_or_too_many(inputs: dict[str, Any]) -> bool:
     """vLLM's kernel divides by a weight of 0, or reads past the end of a row."""
     room = inputs["req_to_token"].shape[1] * inputs["k_buffer"].shape[1]
-    return any(not 0 < each <= room for each in inputs["b_seq_len"].tolist())
+    return any(not 0 < length <= room for length in inputs["b_seq_len"].tolist())
 
 
 # ---- cache writes
@@ -306,7 +306,7 @@ def decode_output(inputs: dict[str, Any], uses_options: bool) -> Tensor:
         )
         blocks = common["block_table_tensor"][req].long()[positions // size]
         keys, values = cache[:, blocks * size + positions % size]
-        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+        keys, values = (states.repeat_interleave(group, 1) for states in (keys, values))
         scores = (
             torch.einsum("hd,khd->hk", inputs["query"][token], keys) * impl["scale"]
         )

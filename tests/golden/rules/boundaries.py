@@ -12,7 +12,7 @@ def query_lens(common: dict[str, Any]) -> list[int]:
 
 def first_other(lens: list[int], allowed: set[int]) -> int:
     """Return the index of the first request of another length, or their number."""
-    others = (index for index, each in enumerate(lens) if each not in allowed)
+    others = (index for index, length in enumerate(lens) if length not in allowed)
     return next(others, len(lens))
 
 
@@ -57,7 +57,7 @@ def uniform_cuts(inputs: dict[str, Any]) -> tuple[int, int, list[int]] | None:
         return None
     if common["max_query_len"] <= most <= 1:
         return None
-    measure = next((each for each in lens if each), 0)
+    measure = next((length for length in lens if length), 0)
     allowed = {0, measure} if measure <= most else {0}
     here = first_other(lens, allowed)
     there = first_other(lens, {lens[0]}) if lens[0] <= most else 0
@@ -98,9 +98,11 @@ def cut_in_033(inputs: dict[str, Any]) -> int | None:
         return None
     if lens[0] > most:
         return 0
-    if uniform and takes_extends and all(each in (lens[0], 0) for each in lens):
+    if uniform and takes_extends and all(length in (lens[0], 0) for length in lens):
         return len(lens)
-    later = [each not in (lens[0], 0) if uniform else each > most for each in lens]
+    later = [
+        length not in (lens[0], 0) if uniform else length > most for length in lens
+    ]
     if not takes_extends:
         if common["is_prefilling"] is None:
             return None
@@ -115,13 +117,13 @@ def cut_here(inputs: dict[str, Any]) -> int | None:
     lens, marks = query_lens(common), common["is_prefilling"]
     if most < 0 or (marks is None and not inputs["treat_short_extends_as_decodes"]):
         return None
-    measure = next((each for each in lens if each), 0)
+    measure = next((length for length in lens if length), 0)
     marked = [False] * len(lens)
     if not inputs["treat_short_extends_as_decodes"]:
         marked = marks.tolist()
-    for req, (each, is_marked) in enumerate(zip(lens, marked, strict=True)):
-        is_other = inputs["require_uniform"] and each not in (measure, 0)
-        if each > most or is_marked or is_other:
+    for req, (length, is_marked) in enumerate(zip(lens, marked, strict=True)):
+        is_other = inputs["require_uniform"] and length not in (measure, 0)
+        if length > most or is_marked or is_other:
             return req
     return len(lens)
 

@@ -20,10 +20,10 @@ def listed(inputs: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return the layers that the tensors name, and those that the groups name."""
     config = inputs["kv_cache_config"]
     tensors = [
-        name for each in config["kv_cache_tensors"] for name in each["shared_by"]
+        name for tensor in config["kv_cache_tensors"] for name in tensor["shared_by"]
     ]
     groups = [
-        name for each in config["kv_cache_groups"] for name in each["layer_names"]
+        name for group in config["kv_cache_groups"] for name in group["layer_names"]
     ]
     return tensors, groups
 
@@ -49,9 +49,9 @@ def pages(inputs: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Yield the bytes of each layer's tensor, and the bytes of its pages."""
     config = inputs["kv_cache_config"]
     sizes = {
-        name: each["size"]
-        for each in config["kv_cache_tensors"]
-        for name in each["shared_by"]
+        name: tensor["size"]
+        for tensor in config["kv_cache_tensors"]
+        for name in tensor["shared_by"]
     }
     for group in config["kv_cache_groups"]:
         for name in group["layer_names"]:
@@ -63,8 +63,8 @@ def is_shaped(inputs: dict[str, Any]) -> bool:
     if not names_the_same(inputs) or inputs.get("runner_kv_caches_len_before", 0):
         return False
     has_orders = all(
-        isinstance(each.get("stride_order"), list)
-        for each in inputs["attn_backends"].values()
+        isinstance(backend.get("stride_order"), list)
+        for backend in inputs["attn_backends"].values()
     )
     return has_orders and all(size % page == 0 for size, page in pages(inputs))
 
@@ -101,7 +101,9 @@ def a_backend_has_no_order_of_its_own(inputs: dict[str, Any]) -> bool:
         return False
     is_whole = all(size % page == 0 for size, page in pages(inputs))
     backends = inputs["attn_backends"].values()
-    lacks = any(not isinstance(each.get("stride_order"), list) for each in backends)
+    lacks = any(
+        not isinstance(backend.get("stride_order"), list) for backend in backends
+    )
     return lacks and is_whole and has_enough_pages(inputs)
 
 
@@ -171,8 +173,10 @@ def two_layers_on_cuda_have_one_number(inputs: dict[str, Any]) -> bool:
 @deviation("get_kv_cache_spec", fields=["raises"], right="a spec per layer, as in 0.33")
 def a_layer_is_not_a_decoders(inputs: dict[str, Any]) -> bool:
     """vLLM rejects a model whose layers are not all a decoder's."""
-    layers = [each for each in inputs["layers"].values() if each["kind"] == "attention"]
-    return any(each["attn_type"] != "decoder" for each in layers)
+    layers = [
+        layer for layer in inputs["layers"].values() if layer["kind"] == "attention"
+    ]
+    return any(layer["attn_type"] != "decoder" for layer in layers)
 
 
 @deviation(
@@ -187,7 +191,9 @@ def a_group_has_several_backends(inputs: dict[str, Any]) -> bool:
     if not all(names and names[0] in layers for names in groups):
         return False  # both raise
     kinds = [{layers.get(name) for name in names} for names in groups]
-    return not lacks_a_layer(inputs) and any(len(each) > 1 for each in kinds)
+    return not lacks_a_layer(inputs) and any(
+        len(kinds_of_group) > 1 for kinds_of_group in kinds
+    )
 
 
 def lacks_a_layer(inputs: dict[str, Any]) -> bool:
@@ -317,7 +323,7 @@ def layout_reads(inputs: dict[str, Any], cached: bool) -> list[LayoutRead]:
 
 def layouts(inputs: dict[str, Any], cached: bool) -> list[str | None]:
     """Return the layout of every "get"."""
-    return [each.layout for each in layout_reads(inputs, cached)]
+    return [read.layout for read in layout_reads(inputs, cached)]
 
 
 @deviation("kv_cache_layout", fields=["results"], right="every call reads the choice")
@@ -346,15 +352,15 @@ def a_layout_has_a_later_name(inputs: dict[str, Any]) -> bool:
     """vLLM 0.11 knows two layouts."""
     checks = [op for op in inputs["ops"] if "valid" in op["op"]]
     given = [op.get("cache_layout", op.get("value")) for op in checks]
-    return any(each in LATER_NAMES for each in given)
+    return any(layout in LATER_NAMES for layout in given)
 
 
 @deviation("kv_cache_layout", fields=["results"], right="an empty word chooses nothing")
 def the_variable_is_empty(inputs: dict[str, Any]) -> bool:
     """vLLM takes '' for the name of a layout that it does not know."""
     return any(
-        each.variable == "" and each.override is None and not each.is_remembered
-        for each in layout_reads(inputs, cached=True)
+        read.variable == "" and read.override is None and not read.is_remembered
+        for read in layout_reads(inputs, cached=True)
     )
 
 

@@ -23,8 +23,8 @@ def register_zero_scale(name: str, tensor: str) -> None:
     )
     def a_tensor_is_zero(inputs: dict[str, Any]) -> bool:
         """vLLM sets a scale of 0, by which every later number becomes infinite or NaN."""
-        every = [inputs[each] for each in ("query", "key", "value")]
-        is_run = all(each is not None and each.numel() for each in every)
+        every = [inputs[name] for name in ("query", "key", "value")]
+        is_run = all(tensor is not None and tensor.numel() for tensor in every)
         return is_run and not inputs[tensor].any()
 
 
@@ -152,7 +152,7 @@ def query_lens(common: dict[str, Any]) -> list[int]:
 def first_prefill(common: dict[str, Any]) -> int:
     """Return the index of the first request with more than one new token."""
     lens = query_lens(common)
-    others = (index for index, each in enumerate(lens) if each > 1)
+    others = (index for index, length in enumerate(lens) if length > 1)
     return next(others, len(lens))
 
 
@@ -163,7 +163,7 @@ def trusts_its_maximum(common: dict[str, Any]) -> bool:
 
 def is_unordered(common: dict[str, Any]) -> bool:
     lens = query_lens(common)
-    is_short = any(each <= 1 for each in lens[first_prefill(common) :])
+    is_short = any(length <= 1 for length in lens[first_prefill(common) :])
     return is_short and not trusts_its_maximum(common)
 
 

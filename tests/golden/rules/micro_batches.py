@@ -80,8 +80,8 @@ class Cut:
 def cuts(inputs: dict[str, Any]) -> Iterator[Cut]:
     common = step_of(inputs)
     is_one = "ubatch_slice" in inputs
-    for each in [inputs["ubatch_slice"]] if is_one else inputs["ubatch_slices"]:
-        yield Cut(each, common)
+    for bounds in [inputs["ubatch_slice"]] if is_one else inputs["ubatch_slices"]:
+        yield Cut(bounds, common)
 
 
 def step_of(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -95,30 +95,28 @@ def is_returned(inputs: dict[str, Any]) -> bool:
     """Return whether there are micro-batches, vLLM cuts every one, and the shares of its rank stay
     known."""
     every = list(cuts(inputs))
-    is_cut = all(each.is_inside and each.fits_vllm for each in every)
+    is_cut = all(cut.is_inside and cut.fits_vllm for cut in every)
     return bool(every) and is_cut and not cuts_a_share(inputs)
 
 
 def cuts_a_share(inputs: dict[str, Any]) -> bool:
     """Return whether a sequence is cut at its end whose tokens are counted for one rank."""
     has_shares = step_of(inputs).get("dcp_local_seq_lens") is not None
-    return has_shares and any(
-        each.is_inside and each.splits_last for each in cuts(inputs)
-    )
+    return has_shares and any(cut.is_inside and cut.splits_last for cut in cuts(inputs))
 
 
 def a_share_of_a_rank_is_cut(inputs: dict[str, Any]) -> bool:
     """vLLM drops the lengths on this rank, which change with the sequence."""
-    is_cut = all(each.is_inside and each.fits_vllm for each in cuts(inputs))
+    is_cut = all(cut.is_inside and cut.fits_vllm for cut in cuts(inputs))
     return is_cut and cuts_a_share(inputs)
 
 
 def is_rejected_by_vllm_alone(inputs: dict[str, Any]) -> bool:
     """vLLM asserts that no request at an end of a micro-batch is empty, as padding is."""
     every = list(cuts(inputs))
-    if not all(each.is_inside and each.fits_here for each in every):
+    if not all(cut.is_inside and cut.fits_here for cut in every):
         return False
-    return not all(each.fits_vllm for each in every)
+    return not all(cut.fits_vllm for cut in every)
 
 
 def is_cut_at_its_end(inputs: dict[str, Any]) -> bool:
@@ -126,13 +124,13 @@ def is_cut_at_its_end(inputs: dict[str, Any]) -> bool:
     unless the micro-batch begins with the step."""
     if not is_returned(inputs):
         return False
-    return any(each.splits_last and each.first > 0 for each in cuts(inputs))
+    return any(cut.splits_last and cut.first > 0 for cut in cuts(inputs))
 
 
 def is_cut_at_its_start(inputs: dict[str, Any]) -> bool:
     """vLLM does not count the tokens of a divided request that the previous micro-batch
     computes."""
-    return is_returned(inputs) and any(each.splits_first for each in cuts(inputs))
+    return is_returned(inputs) and any(cut.splits_first for cut in cuts(inputs))
 
 
 def is_not_causal(inputs: dict[str, Any]) -> bool:
@@ -151,20 +149,19 @@ LATER_FIELDS = (
 def has_later_fields(inputs: dict[str, Any]) -> bool:
     """vLLM drops all fields after `causal`."""
     given = (step_of(inputs).get(name) for name in LATER_FIELDS)
-    return is_returned(inputs) and any(each is not None for each in given)
+    return is_returned(inputs) and any(field is not None for field in given)
 
 
 def begins_in_its_first_request(inputs: dict[str, Any]) -> bool:
     """Return whether vLLM 0.33 cuts every micro-batch: it does not validate the last token."""
     return all(
-        each.has_requests
-        and each.ends_of_first[0] <= each.first < each.ends_of_first[1]
-        for each in cuts(inputs)
+        cut.has_requests and cut.ends_of_first[0] <= cut.first < cut.ends_of_first[1]
+        for cut in cuts(inputs)
     )
 
 
 def fits_here(inputs: dict[str, Any]) -> bool:
-    is_fit = all(each.is_inside and each.fits_here for each in cuts(inputs))
+    is_fit = all(cut.is_inside and cut.fits_here for cut in cuts(inputs))
     return is_fit and not cuts_a_share(inputs)
 
 
@@ -192,13 +189,13 @@ def is_not_causal_in_033(inputs: dict[str, Any]) -> bool:
 def has_later_fields_in_033(inputs: dict[str, Any]) -> bool:
     """vLLM 0.33 drops all fields after `causal`."""
     given = (step_of(inputs).get(name) for name in LATER_FIELDS)
-    return is_cut_in_033(inputs) and any(each is not None for each in given)
+    return is_cut_in_033(inputs) and any(field is not None for field in given)
 
 
 def ends_with_padding_in_033(inputs: dict[str, Any]) -> bool:
     """vLLM 0.33 counts padding as tokens."""
     tokens = step_of(inputs)["num_actual_tokens"]
-    return is_cut_in_033(inputs) and any(each.stop > tokens for each in cuts(inputs))
+    return is_cut_in_033(inputs) and any(cut.stop > tokens for cut in cuts(inputs))
 
 
 CUT_FIELDS = ("query_start_loc", "seq_lens", "max_query_len", "max_seq_len")

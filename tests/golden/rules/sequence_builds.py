@@ -52,7 +52,7 @@ def the_first_build_has_other_lengths(inputs: dict[str, Any]) -> bool:
     if not inputs["build_first"] or has_the_lengths(inputs) or not vllm_adds(inputs):
         return False
     is_empty = any(collects_none(group, inputs) for group in groups)
-    has_tokens = any(each > 0 for group in groups for each in group["query_lens"])
+    has_tokens = any(length > 0 for group in groups for length in group["query_lens"])
     return has_tokens and not is_empty and not has_unequal_maps(inputs)
 
 
@@ -63,12 +63,15 @@ def a_whole_row_does_not_fit_the_graph(inputs: dict[str, Any]) -> bool:
         return False
     width = inputs["runner_graph_block_tables"].shape[1]
     cut = [
-        min(len(row(group, each)), each["window_blocks"] or len(row(group, each)))
+        min(
+            len(row(group, sequence)),
+            sequence["window_blocks"] or len(row(group, sequence)),
+        )
         for group in inputs["inter_data_list"]
-        for each in sequences(group)
+        for sequence in sequences(group)
     ]
-    is_wide = any(len(each) > width for each in recorded_rows(inputs))
-    return is_wide and all(each <= width for each in cut)
+    is_wide = any(len(whole_row) > width for whole_row in recorded_rows(inputs))
+    return is_wide and all(count <= width for count in cut)
 
 
 @deviation(BUILD, fields=["raises"], right="rejected")
@@ -133,7 +136,7 @@ def a_graph_table_has_old_ids(inputs: dict[str, Any]) -> bool:
         return False
     rows = recorded_rows(inputs)
     used = buffer[: inputs["batch_size"]].tolist()
-    lens = [len(each) for each in rows] + [0] * len(used)
+    lens = [len(own_row) for own_row in rows] + [0] * len(used)
     return any(any(old[count:]) for old, count in zip(used, lens, strict=False))
 
 

@@ -39,8 +39,8 @@ def recorded_rows(inputs: dict[str, Any]) -> list[list[int]]:
     """Return the rows that vLLM's builder collects for decodes."""
     found = []
     for group in inputs["inter_data_list"]:
-        for each in sequences(group):
-            whole, blocks = row(group, each), each["window_blocks"]
+        for sequence in sequences(group):
+            whole, blocks = row(group, sequence), sequence["window_blocks"]
             is_cut = blocks and not group["prefix_cache_hit"]
             found.append(whole[-blocks:] if is_cut else whole)
     return found
@@ -69,7 +69,7 @@ def lacks_a_row(group: Group, inputs: dict[str, Any]) -> bool:
     tables = group["block_tables"]
     is_read = inputs["chunked_prefill_enabled"] or not group["is_prompt"]
     is_read = is_read or group["prefix_cache_hit"] or not has_no_cache(group)
-    names = [str(each) for each in group["seq_ids"]]
+    names = [str(seq_id) for seq_id in group["seq_ids"]]
     return bool(is_read) and tables is not None and not {*names} <= tables.keys()
 
 
@@ -97,8 +97,8 @@ def is_rejected_here(inputs: dict[str, Any]) -> bool:
 def has_map_of_another_length(group: Group) -> bool:
     maps = (group["multi_modal_placeholder_maps"] or {}).values()
     return bool(group["is_prompt"]) and any(
-        each["dest_len"] != query_len
-        for each in maps
+        placeholders["dest_len"] != query_len
+        for placeholders in maps
         for query_len in group["query_lens"]
     )
 
@@ -121,11 +121,13 @@ def kept_len(group: Group, sequence: dict[str, Any], block_size: int) -> int:
 def given_lens(inputs: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Return the query lengths and sequence lengths that follow from the groups."""
     size, groups = inputs["block_size"], inputs["inter_data_list"]
-    query_lens = [each for group in groups for each in group["query_lens"]]
+    query_lens = [length for group in groups for length in group["query_lens"]]
     seq_lens = [
-        each["orig_seq_len"] if group["is_prompt"] else kept_len(group, each, size)
+        sequence["orig_seq_len"]
+        if group["is_prompt"]
+        else kept_len(group, sequence, size)
         for group in groups
-        for each in sequences(group)
+        for sequence in sequences(group)
     ]
     return query_lens, seq_lens
 
@@ -137,7 +139,9 @@ def has_the_lengths(inputs: dict[str, Any]) -> bool:
     query_lens, seq_lens = given_lens(inputs)
     if "calls" not in inputs:
         return seq_lens == [
-            each for group in inputs["inter_data_list"] for each in group["seq_lens"]
+            length
+            for group in inputs["inter_data_list"]
+            for length in group["seq_lens"]
         ]
     padded = seq_lens + [1] * max(inputs["cuda_graph_pad_size"], 0)
     return bool(inputs["query_lens"] == query_lens and inputs["seq_lens"] == padded)
@@ -160,7 +164,7 @@ def is_built_here(inputs: dict[str, Any]) -> bool:
 def builds_in_a_row(inputs: dict[str, Any]) -> int:
     """Return how often the groups are added after the last prepare()."""
     calls = inputs["calls"]
-    return len(calls) - 1 - max(i for i, each in enumerate(calls) if each == "prepare")
+    return len(calls) - 1 - max(i for i, call in enumerate(calls) if call == "prepare")
 
 
 def is_prepared(inputs: dict[str, Any]) -> bool:
@@ -180,9 +184,9 @@ def vllm_builds(inputs: dict[str, Any]) -> bool:
         return not any(collects_none(group, inputs) for group in groups_of(inputs))
     rows = recorded_rows(inputs) * builds_in_a_row(inputs)
     width = inputs["runner_graph_block_tables"].shape[1]
-    used = [index for index, each in enumerate(rows) if each]
+    used = [index for index, own_row in enumerate(rows) if own_row]
     is_inside = not used or used[-1] < inputs["batch_size"]
-    return is_inside and all(len(each) <= width for each in rows)
+    return is_inside and all(len(own_row) <= width for own_row in rows)
 
 
 def has_unequal_maps(inputs: dict[str, Any]) -> bool:
@@ -190,9 +194,9 @@ def has_unequal_maps(inputs: dict[str, Any]) -> bool:
     counts: dict[str, int] = {}
     for group in inputs["inter_data_list"]:
         maps = group["multi_modal_placeholder_maps"] or {}
-        for modality, each in maps.items() if group["is_prompt"] else ():
+        for modality, placeholders in maps.items() if group["is_prompt"] else ():
             rows, places = (
-                sum(stop - start for start, stop in each[f"{side}_ranges"])
+                sum(stop - start for start, stop in placeholders[f"{side}_ranges"])
                 for side in ("src", "dest")
             )
             counts[modality] = counts.get(modality, 0) + rows - places

@@ -45,8 +45,8 @@ def in_a_group(
         }
         for file in [ADD] if only_add else list(prefixes):
             named = [
-                each if each == "raises" else f"{prefix}.{each}"
-                for each in fields
+                field if field == "raises" else f"{prefix}.{field}"
+                for field in fields
                 for prefix in prefixes[file]
             ]
             deviation(file, fields=named, right=right)(holds)
@@ -106,8 +106,8 @@ def a_chunk_is_longer_than_the_window(group: Group, inputs: dict[str, Any]) -> b
     if window is None or not group["is_prompt"] or has_no_cache(group):
         return False
     return any(
-        each["context_len"] > 0 and each["query_len"] > window
-        for each in sequences(group)
+        sequence["context_len"] > 0 and sequence["query_len"] > window
+        for sequence in sequences(group)
     )
 
 
@@ -123,7 +123,7 @@ def a_context_is_profiled(group: Group, inputs: dict[str, Any]) -> bool:
 @in_a_group("num_prefill_tokens", right="the new tokens of the prompts")
 def more_ids_than_new_tokens(group: Group, inputs: dict[str, Any]) -> bool:
     """vLLM counts the ids that it was given, not the new tokens that have slots."""
-    ids = sum(len(each) for each in group["input_tokens"])
+    ids = sum(len(ids_of_sequence) for ids_of_sequence in group["input_tokens"])
     return group["is_prompt"] and ids != sum(group["query_lens"])
 
 
@@ -144,7 +144,8 @@ def a_window_shortens_the_row_of_a_prompt(group: Group, inputs: dict[str, Any]) 
     if not inputs["chunked_prefill_enabled"] or not group["is_prompt"]:
         return False
     return not group["prefix_cache_hit"] and any(
-        0 < each["window_blocks"] < len(row(group, each)) for each in sequences(group)
+        0 < sequence["window_blocks"] < len(row(group, sequence))
+        for sequence in sequences(group)
     )
 
 
@@ -155,9 +156,9 @@ def a_window_counts_spare_blocks(group: Group, inputs: dict[str, Any]) -> bool:
         return False
     size = inputs["block_size"]
     return any(
-        0 < each["window_blocks"] < len(row(group, each))
-        and len(row(group, each)) > -(-each["orig_seq_len"] // size)
-        for each in sequences(group)
+        0 < sequence["window_blocks"] < len(row(group, sequence))
+        and len(row(group, sequence)) > -(-sequence["orig_seq_len"] // size)
+        for sequence in sequences(group)
     )
 
 
@@ -168,8 +169,8 @@ def a_hit_decode_has_a_window(group: Group, inputs: dict[str, Any]) -> bool:
         return False
     size = inputs["block_size"]
     return any(
-        0 < each["window_blocks"] < -(-each["orig_seq_len"] // size)
-        for each in sequences(group)
+        0 < sequence["window_blocks"] < -(-sequence["orig_seq_len"] // size)
+        for sequence in sequences(group)
     )
 
 
@@ -189,10 +190,10 @@ def a_length_that_the_kept_blocks_do_not_hold(inputs: dict[str, Any]) -> bool:
     """vLLM does not compute the length of a decode under a window, but takes the given one."""
     size = inputs["block_size"]
     return vllm_adds(inputs) and any(
-        each["seq_len"] != kept_len(group, each, size)
+        sequence["seq_len"] != kept_len(group, sequence, size)
         for group in groups_of(inputs)
         if not group["is_prompt"]
-        for each in sequences(group)
+        for sequence in sequences(group)
     )
 
 
@@ -221,12 +222,12 @@ def placeholders_are_counted_otherwise(inputs: dict[str, Any]) -> bool:
             return True
         for modality in maps if group["is_prompt"] else ():
             before = groups[:index]
-            tokens = sum(sum(each["query_lens"]) for each in before)
+            tokens = sum(sum(earlier["query_lens"]) for earlier in before)
             counted = sum(
-                len(each["seq_ids"])
-                * each["multi_modal_placeholder_maps"][modality]["dest_len"]
-                for each in before
-                if modality in (each["multi_modal_placeholder_maps"] or {})
+                len(earlier["seq_ids"])
+                * earlier["multi_modal_placeholder_maps"][modality]["dest_len"]
+                for earlier in before
+                if modality in (earlier["multi_modal_placeholder_maps"] or {})
             )
             if tokens != counted:
                 return True

@@ -168,8 +168,8 @@ def replay(inputs: dict[str, Any]) -> Rows:
             rows.held[target] = count
         elif op["op"] == "swap_row":
             one, other = op["src"], op["tgt"]
-            for each in (rows.table, rows.held):
-                each[one], each[other] = each[other], each[one]  # type: ignore[index]
+            for column in (rows.table, rows.held):
+                column[one], column[other] = column[other], column[one]  # type: ignore[index]
         elif op["op"] == "compute_slot_mapping":
             for req, position in zip(op["req_indices"], op["positions"], strict=True):
                 rows.look_up(req, position)

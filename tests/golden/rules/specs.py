@@ -29,8 +29,8 @@ def are_merged(inputs: dict[str, Any]) -> bool:
     names = VISIBLE if inputs["class"] == "FullAttentionSpec" else ()
     given = [{spec.get(name) for spec in specs} - {None} for name in names]
     kept = [{k: v for k, v in spec.items() if k not in names} for spec in specs]
-    is_one = all(len(each) <= 1 for each in given) and not (given and all(given))
-    return is_one and all(each == kept[0] for each in kept)
+    is_one = all(len(sizes) <= 1 for sizes in given) and not (given and all(given))
+    return is_one and all(rest == kept[0] for rest in kept)
 
 
 def is_returned(inputs: dict[str, Any]) -> bool:

@@ -122,7 +122,7 @@ def logits(inputs: dict[str, Any]) -> list[int] | None:
         return None
     found: list[int] = padded[:count].tolist()
     total = int(common["query_start_loc_cpu"][-1])
-    return found if all(each < total for each in found) else None
+    return found if all(token < total for token in found) else None
 
 
 def are_last_tokens(inputs: dict[str, Any], found: list[int]) -> bool:
@@ -130,7 +130,7 @@ def are_last_tokens(inputs: dict[str, Any], found: list[int]) -> bool:
     starts = inputs["common_attn_metadata"]["query_start_loc_cpu"].tolist()
     expected = []
     for begin, end in pairwise(starts):
-        count = sum(begin <= each < end for each in found)
+        count = sum(begin <= token < end for token in found)
         expected += range(end - count, end)
     return found == expected
 
@@ -152,7 +152,7 @@ def more_logits_are_wanted_than_are_given(inputs: dict[str, Any]) -> bool:
     if common["max_query_len"] <= 1 or not names_its_logits(inputs):
         return False
     padded, count = common["logits_indices_padded"], common["num_logits_indices"]
-    is_inside = all(each < num_tokens(common) for each in padded[:count].tolist())
+    is_inside = all(token < num_tokens(common) for token in padded[:count].tolist())
     return is_inside and not 0 <= count <= len(padded)
 
 
@@ -187,7 +187,7 @@ def finds_its_logits(inputs: dict[str, Any]) -> bool:
     if not names_its_logits(inputs):
         return False
     wanted = common["logits_indices_padded"][: common["num_logits_indices"]]
-    return all(each < num_tokens(common) for each in wanted.tolist())
+    return all(token < num_tokens(common) for token in wanted.tolist())
 
 
 def names_its_logits(inputs: dict[str, Any]) -> bool:
@@ -255,7 +255,7 @@ def a_rank_or_a_length_does_not_exist(inputs: dict[str, Any]) -> bool:
         return False  # both raise
     is_rank = ranks > 0 and run > 0 and (rank is None or 0 <= rank < ranks)
     lens = inputs["seq_lens"].tolist()
-    return not is_rank or not all(0 <= each < 2**31 for each in lens)
+    return not is_rank or not all(0 <= length < 2**31 for length in lens)
 
 
 # ---- blocks of states
@@ -271,7 +271,7 @@ def is_selected(inputs: dict[str, Any]) -> bool:
     size, (rows, width) = inputs["block_size"], inputs["block_table"].shape
     if size == 0 or rows != len(inputs["seq_lens"]):
         return False
-    firsts = [max(each - 1, 0) // size for each in inputs["seq_lens"].tolist()]
+    firsts = [max(length - 1, 0) // size for length in inputs["seq_lens"].tolist()]
     count = 1 + inputs["num_speculative_blocks"]
     return all(first + count <= width for first in firsts)
 

@@ -125,9 +125,9 @@ def ranges_are_not_of_the_step(inputs: dict[str, Any]) -> bool:
 def a_workspace_or_a_length_is_out_of_range(inputs: dict[str, Any]) -> bool:
     """vLLM accepts negative lengths, and a workspace without room if every sequence is empty."""
     lens, room = inputs["seq_lens_cpu"].tolist(), inputs["workspace_size"]
-    if any(each > room for each in lens):
+    if any(length > room for length in lens):
         return False  # both raise
-    return room < 1 or any(each < 0 for each in lens)
+    return room < 1 or any(length < 0 for length in lens)
 
 
 @deviation(
@@ -149,13 +149,15 @@ def more_is_kept_than_there_is(inputs: dict[str, Any]) -> bool:
 def a_feature_is_shorter_than_its_padding(inputs: dict[str, Any]) -> bool:
     """vLLM returns a range that ends before it begins."""
     pad = inputs["span_pad"]
-    features = [each for row in inputs["mm_features_per_req"] for each in row]
-    features = [each for each in features if each["modality"] in ("image", "video")]
+    features = [feature for row in inputs["mm_features_per_req"] for feature in row]
+    features = [
+        feature for feature in features if feature["modality"] in ("image", "video")
+    ]
     if not pad:  # a feature without tokens
         return any(not e["length"] and e["is_embed"] is None for e in features)
     return any(
-        each["offset"] // pad * pad + pad > each["offset"] + each["length"]
-        for each in features
+        feature["offset"] // pad * pad + pad > feature["offset"] + feature["length"]
+        for feature in features
     )
 
 
@@ -232,7 +234,7 @@ def a_latent_size_is_not_a_size(inputs: dict[str, Any]) -> bool:
     sizes = [config[name] for name in needed]
     if config.get("q_lora_rank") is not None:
         sizes.append(config["q_lora_rank"])
-    return any(not isinstance(each, int | float) or each < 1 for each in sizes)
+    return any(not isinstance(size, int | float) or size < 1 for size in sizes)
 
 
 @deviation("xformers_backend_static", fields=["raises"], right=A_VALUE_ERROR)
@@ -263,7 +265,7 @@ def is_layer_of_vllm(inputs: dict[str, Any]) -> bool:
 def a_number_of_a_layer_is_not_a_number(inputs: dict[str, Any]) -> bool:
     """vLLM makes layers without heads or elements, and without a scale."""
     sizes = [inputs["num_heads"], inputs["head_size"], inputs.get("num_kv_heads")]
-    is_low = any(each is not None and each < 1 for each in sizes)
+    is_low = any(size is not None and size < 1 for size in sizes)
     return is_layer_of_vllm(inputs) and (is_low or inputs["scale"] is None)
 
 
