@@ -258,22 +258,18 @@ def get_supported_kv_cache_layouts(
     Source:
         vLLM 0.33's function of that name.
     """
-    lists = [list(preference) for preference in declared if preference is not None]
+    lists = [list(order) for order in declared if order is not None]
     if not lists:
         return list(DEFAULT_PREFERENCE)
-    if all(preference == lists[0] for preference in lists):
+    if all(order == lists[0] for order in lists):
         return lists[0]
     common = [
-        layout
-        for layout in KVCacheLayout
-        if all(layout in preference for preference in lists)
+        layout for layout in KVCacheLayout if all(layout in order for order in lists)
     ]
     if not common:
-        said = "; ".join(
-            ", ".join(layout.name for layout in preference) for preference in lists
-        )
+        said = "; ".join(", ".join(layout.name for layout in order) for order in lists)
         raise ValueError(f"the backends have no common layout: {said}")
-    firsts = [preference[0] for preference in lists]
+    firsts = [order[0] for order in lists]
     return sorted(common, key=lambda layout: -firsts.count(layout))
 
 

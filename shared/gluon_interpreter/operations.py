@@ -240,9 +240,7 @@ def unary(operation: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], 
 
 def fma(left: Any, right: Any, addend: Any) -> Value:
     """Return left * right + addend, rounded once."""
-    wide = (
-        lift(factor, gl.float32).tensor.double() for factor in (left, right, addend)
-    )
+    wide = (lift(term, gl.float32).tensor.double() for term in (left, right, addend))
     left, right, addend = wide
     return of_tensor((left * right + addend).float())
 

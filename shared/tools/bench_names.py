@@ -67,11 +67,7 @@ def find_implementations(name: str, known: Sequence[str]) -> list[str]:
     Raises:
         ValueError: No library has the name.
     """
-    found = [
-        library
-        for library in known
-        if library == name or library.startswith(f"{name}-")
-    ]
+    found = [full for full in known if full == name or full.startswith(f"{name}-")]
     if not found:
         raise ValueError(
             f"implementations = {name!r}: expected some of {', '.join(known)}, torch"

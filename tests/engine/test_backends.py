@@ -111,10 +111,7 @@ def test_a_block_is_taken_if_it_can_be_cut_into_blocks_of_the_kernel(
     class Backend(REFERENCE):
         supported_kernel_block_sizes = tuple(supported)
 
-    bases = [
-        supported_size if isinstance(supported_size, int) else supported_size.base
-        for supported_size in supported
-    ]
+    bases = [size if isinstance(size, int) else size.base for size in supported]
     cuts = [base for base in bases if block_size in range(base, 301, base)]
     assert Backend.supports_block_size(block_size) == (bool(cuts) or not bases)
     assert Backend.supports_block_size(None)
@@ -131,19 +128,17 @@ def test_backends_that_share_blocks_read_the_largest_part_they_all_read(
         type(
             "Backend",
             (REFERENCE,),
-            {"supported_kernel_block_sizes": tuple(sizes_of_one)},
+            {"supported_kernel_block_sizes": tuple(own_sizes)},
         )
-        for sizes_of_one in lists
+        for own_sizes in lists
     ]
 
     def is_read_by_all(size: int) -> bool:
         return all(
-            not sizes_of_one
-            or size in sizes_of_one
-            or any(
-                isinstance(x, MultipleOf) and size % x.base == 0 for x in sizes_of_one
-            )
-            for sizes_of_one in lists
+            not own_sizes
+            or size in own_sizes
+            or any(isinstance(x, MultipleOf) and size % x.base == 0 for x in own_sizes)
+            for own_sizes in lists
         )
 
     parts = [n for n in range(1, block_size + 1) if block_size % n == 0]

@@ -124,9 +124,7 @@ class Model:
                     enable_gqa=True,
                 )
                 answers[place].append(dense.transpose(0, 1))
-        exact, same, sizes = (
-            torch.cat(rows_of_requests) for rows_of_requests in answers
-        )
+        exact, same, sizes = (torch.cat(rows) for rows in answers)
         found = output[:begin].cpu().unflatten(1, (-1, SIZE))
         verdict = judge_rows(found, exact, same, self.dtype, sizes)
         assert verdict.ok, verdict

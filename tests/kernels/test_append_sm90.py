@@ -175,10 +175,7 @@ def test_the_cost_model_cuts_query_tiles_as_the_kernel_does(
     tiles, kv_tiles = reqs * -(-query_len // 32), -(-kv_len // 128)
     length = segment_length(tiles, kv_tiles, num_segments)
     assert sum(work.num_kv_tiles for _, work in items) == tiles * kv_tiles
-    assert (
-        max(segment_item.segment for segment_item in items)
-        == -(-tiles * kv_tiles // length) - 1
-    )
+    assert max(pair.segment for pair in items) == -(-tiles * kv_tiles // length) - 1
     assert (
         length == sum(work.num_kv_tiles for segment, work in items if segment == 0)
         or tiles * kv_tiles <= length

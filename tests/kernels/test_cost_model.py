@@ -335,11 +335,7 @@ def test_prefills_of_many_work_items_and_of_windows_are_estimated_within_a_tenth
     assert 0.9 <= found / prefill <= 1.1
 
 
-UNIFORM = [
-    measured
-    for measured in MEASURED
-    if measured[0][1] == measured[0][0] * measured[0][2]
-]
+UNIFORM = [row for row in MEASURED if row[0][1] == row[0][0] * row[0][2]]
 
 
 @pytest.mark.parametrize(("batch", "changes", "append", "prefill"), UNIFORM)

@@ -39,11 +39,9 @@ def test_the_chosen_tile_takes_at_most_6_percent_more_than_any_other(
 
 def test_a_program_writes_as_many_elements_of_every_cache() -> None:
     tiles = {256: 8, 512: 4, 640: 2, 1024: 2, 2048: 2, 4096: 2}
-    assert {
-        elements: choose_tokens(choose_tile(elements)) for elements in tiles
-    } == tiles
+    assert {size: choose_tokens(choose_tile(size)) for size in tiles} == tiles
     # no more tokens than were measured
-    assert [choose_tokens(choose_tile(elements)) for elements in (1, 16, 128)] == [
+    assert [choose_tokens(choose_tile(size)) for size in (1, 16, 128)] == [
         8,
         8,
         8,

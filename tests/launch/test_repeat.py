@@ -872,10 +872,7 @@ def test_a_signature_of_a_write_has_all_but_its_addresses_and_tokens(
         for other in (key[:, :1], key.double(), torch.zeros(5, 2, 16)[..., ::2]):
             changed.append({name: other})
     for name in ("k", "v"):
-        changed += [
-            {name: other_cache}
-            for other_cache in (cache[:2], cache[:, :8], cache.half())
-        ]
+        changed += [{name: other} for other in (cache[:2], cache[:, :8], cache.half())]
     changed += [{"slots": torch.zeros(10).long()[::2]}, {"slots": slots.int()}]
     changed += [{"k_scale": None}, {"k_scale": scale.double()}, {"v_scale": 1.0}]
     found = [sign(), *(sign(**change) for change in changed)]

@@ -153,8 +153,8 @@ class SmallEngine:
             output.scheduled_requests, key=lambda each: each.num_scheduled_tokens > 1
         )
         common = self.run.build_common_attn_metadata(
-            [scheduled_request.num_scheduled_tokens for scheduled_request in scheduled],
-            [scheduled_request.num_computed_tokens for scheduled_request in scheduled],
+            [request.num_scheduled_tokens for request in scheduled],
+            [request.num_computed_tokens for request in scheduled],
             self.rows(scheduled, output),
             self.settings.block_size,
         )
@@ -186,7 +186,7 @@ class SmallEngine:
         self, scheduled: Sequence[Any], output: SchedulerOutput
     ) -> list[list[int]]:
         """Return the rows of the block table, stale after a preemption if that bug is planted."""
-        rows = [list(scheduled_request.block_ids) for scheduled_request in scheduled]
+        rows = [list(request.block_ids) for request in scheduled]
         if self.settings.bug == "stale row" and self.steps >= self.settings.bug_from:
             for index, scheduled_request in enumerate(scheduled):
                 old = self.stale.get(scheduled_request.request.request_id, [])

@@ -190,11 +190,7 @@ class Pool:
     def add(self, name: str) -> None:
         """Add a request, which may share the full blocks of another one."""
         self.rows[name], self.computed[name] = {"full": [], "window": []}, 0
-        others = [
-            other_name
-            for other_name, done in self.computed.items()
-            if done >= 2 * BLOCK
-        ]
+        others = [known for known, done in self.computed.items() if done >= 2 * BLOCK]
         if not others or self._draw.random() < 0.5:
             return
         donor = self._draw.choice(others)

@@ -147,8 +147,7 @@ def test_host_times_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     # after two calls of each, ten of a short call and one of a slow one
     turns = [tuple(seen[place : place + 21]) for place in range(6, len(seen), 21)]
     runs = [
-        [(name, len(list(calls_in_turn))) for name, calls_in_turn in groupby(turn)]
-        for turn in turns
+        [(name, len(list(calls))) for name, calls in groupby(turn)] for turn in turns
     ]
     assert len(runs) == 6 and len(set(turns)) > 2
     assert all(

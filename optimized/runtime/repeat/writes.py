@@ -143,12 +143,8 @@ def record_write(
     )
     tensors, slots, rest = arguments[:first], arguments[first], arguments[first + 2 :]
     new, caches = tensors[:2], tensors[2:]
-    pointers = [slots, *(tensor_args[0] for tensor_args in tensors)]
-    pointers += [
-        cache_args.scale
-        for cache_args in caches
-        if isinstance(cache_args.scale, Tensor)
-    ]
+    pointers = [slots, *(tensor[0] for tensor in tensors)]
+    pointers += [cache.scale for cache in caches if isinstance(cache.scale, Tensor)]
     direct = find_direct_launch(compiled, current_device())
     if direct is None or any(pointer.data_ptr() & 15 for pointer in pointers):
         return
@@ -156,8 +152,8 @@ def record_write(
         direct,
         tokens_per_program,
         programs_per_token,
-        tuple(tuple(tensor_args[1:]) for tensor_args in new),
-        tuple(tuple(cache_args[2:]) for cache_args in caches),
+        tuple(tuple(tensor[1:]) for tensor in new),
+        tuple(tuple(cache[2:]) for cache in caches),
         tuple(rest),
     )
     WRITES.put(signature, made)

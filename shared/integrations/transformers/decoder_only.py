@@ -152,9 +152,9 @@ def _run_step(
 ) -> Tensor:
     """Return [sampled tokens, vocabulary] the logits from which a step samples."""
     batch.begin_step(
-        [scheduled_request.num_scheduled_tokens for scheduled_request in scheduled],
-        [scheduled_request.num_computed_tokens for scheduled_request in scheduled],
-        [scheduled_request.block_ids for scheduled_request in scheduled],
+        [request.num_scheduled_tokens for request in scheduled],
+        [request.num_computed_tokens for request in scheduled],
+        [request.block_ids for request in scheduled],
     )
     tokens: list[int] = []
     logits_indices = []

@@ -126,11 +126,7 @@ def changed_blocks(output: Any) -> list[int]:
     The worker fills new blocks with zeros in some models.
     """
     given = [new_request.block_ids for new_request in output.scheduled_new_reqs]
-    given += [
-        block_ids
-        for block_ids in output.scheduled_cached_reqs.new_block_ids
-        if block_ids
-    ]
+    given += [ids for ids in output.scheduled_cached_reqs.new_block_ids if ids]
     copies = getattr(output, "kv_cache_block_copies", None) or ()
     changed = [block_id for row in given for ids in row for block_id in ids]
     return [*changed, *(copy.dst_block_id for copy in copies)]

@@ -124,9 +124,7 @@ class RanksTwin(ReplayTwin):
         """Return the step's attention, the heads of all ranks."""
         number = self._number(cache)
         heads = torch.split(inputs.query.cpu(), self._heads, dim=1)
-        found = self._call(
-            "attend", [(number, rank_heads.contiguous()) for rank_heads in heads]
-        )
+        found = self._call("attend", [(number, share.contiguous()) for share in heads])
         return torch.cat(found, dim=1).to(self.device)
 
     def _number(self, cache: Tensor) -> int:

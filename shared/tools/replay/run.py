@@ -236,17 +236,13 @@ class Replay:
             sampled = next_tokens(output, self.sequences)
             self.scheduler.update_from_output(output, sampled)
             scheduled = output.scheduled_requests
-            counts = [
-                scheduled_request.num_scheduled_tokens
-                for scheduled_request in scheduled
-            ]
+            counts = [request.num_scheduled_tokens for request in scheduled]
             yield StepRecord(
                 step=step,
                 prefill_tokens=sum(count for count in counts if count > 1),
                 decode_tokens=counts.count(1),
                 recomputed_tokens=sum(
-                    scheduled_request.num_recomputed_tokens
-                    for scheduled_request in scheduled
+                    request.num_recomputed_tokens for request in scheduled
                 ),
                 prefix_hit_tokens=output.num_prefix_hit_tokens,
                 regained_tokens=output.num_regained_tokens,
@@ -288,16 +284,14 @@ class Replay:
         }
         rows = keep_rows(self.rows, list(by_number))  # type: ignore[arg-type]
         in_rows = [by_number[number] for number in rows]
-        counts = [
-            scheduled_request.num_scheduled_tokens for scheduled_request in in_rows
-        ]
+        counts = [request.num_scheduled_tokens for request in in_rows]
         run = self.reference.implementation
         order = run.reorder_batch_to_split_decodes_and_prefills(counts)
         self.rows = [rows[row] for row in order]
         return make_batch(
             counts,
-            [scheduled_request.num_computed_tokens for scheduled_request in in_rows],
-            [scheduled_request.block_ids for scheduled_request in in_rows],
+            [request.num_computed_tokens for request in in_rows],
+            [request.block_ids for request in in_rows],
             order,
             self.settings.block_size,
         )

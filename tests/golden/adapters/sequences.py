@@ -122,13 +122,7 @@ def metadata_of(recorded: dict[str, Any]) -> SequenceAttentionMetadata:
     """Return metadata with the recorded fields; what it needs besides is made up."""
     values: dict[str, Any] = {"slot_mapping": torch.empty(0, dtype=torch.int64)}
     known = {field.name for field in fields(SequenceAttentionMetadata)}
-    values.update(
-        {
-            name: recorded_field
-            for name, recorded_field in recorded.items()
-            if name in known
-        }
-    )
+    values.update({name: kept for name, kept in recorded.items() if name in known})
     return SequenceAttentionMetadata(**values)
 
 
