@@ -31,7 +31,7 @@ def _runs(suite: str, folder: Path) -> list[dict[str, Any]]:
     order = [*load_workloads("all")]
     runs = bench_runs("bench_extended" if suite == "extended" else "bench", folder)
     for run in runs:
-        run["workloads"].sort(key=lambda each: order.index(each["name"]))
+        run["workloads"].sort(key=lambda workload: order.index(workload["name"]))
     return runs
 
 

@@ -52,7 +52,7 @@ def newest_verdicts(folder: Path = DATA) -> dict[str, Verdict]:
         else:
             found[row["adapter"]] = row | {"laws": []}
     order = [*TITLES]
-    return dict(sorted(found.items(), key=lambda each: order.index(each[0])))
+    return dict(sorted(found.items(), key=lambda entry: order.index(entry[0])))
 
 
 def explanations() -> list[dict[str, Any]]:

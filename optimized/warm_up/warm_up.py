@@ -75,7 +75,7 @@ def warm_up(spec: WarmUpSpec) -> tuple[WarmedKernel, ...]:
         ...         max_query_len=512,
         ...         max_seq_len=1600,
         ...     )
-        ...     kernels = {each.kernel for each in warm_up(spec)}
+        ...     kernels = {warmed.kernel for warmed in warm_up(spec)}
     """
     check_spec(spec)
     return launch_compiled(

@@ -56,7 +56,7 @@ class RingContextParallel(PromptRanks):
 
         >>> ring = RingContextParallel(RankGroup(), block_size=2)
         >>> share = ring.prepare([3])
-        >>> share.tokens, [each.seq_lens.tolist() for each in share.rounds]
+        >>> share.tokens, [ring_round.seq_lens.tolist() for ring_round in share.rounds]
         (tensor([0, 1, 2]), [[1, 3]])
         >>> ones, values = torch.ones(3, 1, 1), torch.tensor([3.0, 5.0, 7.0])
         >>> ring.attend(ones, ones, values.view(3, 1, 1), share).flatten()

@@ -157,7 +157,7 @@ def _union(members: list[ArgumentKind]) -> ArgumentKind:
         ]
         words = {member.words: member for member in members}
     # a number that is an integer stays one
-    members = sorted(members, key=lambda each: each.words == "a float")
+    members = sorted(members, key=lambda member: member.words == "a float")
     said = " or ".join(words)
     tensors = [member for member in members if member.words != "None"]
     has_axes = all(tensor.axes for tensor in tensors)

@@ -95,7 +95,7 @@ EXAMPLES = (
             StoryStep(
                 "A layer that shares another one's cache would get that tensor; here there"
                 " is none.",
-                "[hasattr(each, 'kv_sharing_target_layer_name') for each in layers.values()]",
+                "[hasattr(layer, 'kv_sharing_target_layer_name') for layer in layers.values()]",
                 "[False, False]",
                 step="bind the shared caches to the other layers",
             ),

@@ -63,7 +63,7 @@ EXAMPLES = (
             StoryStep(
                 "Step 1 computes all 3 tokens of request a, of which 2 fill a block. It computes"
                 " 1 of the 4 prompt tokens of b, so b samples no token.",
-                "[each.samples_token for each in first.scheduled_requests]",
+                "[row.samples_token for row in first.scheduled_requests]",
                 "[True, False]",
                 step="count the tokens, and make their full blocks known to others",
             ),

@@ -144,7 +144,7 @@ class History:
         num_reqs = len(self.dense.is_token)
         chosen = [self.random.randrange(num_reqs) for _ in range(num_reqs)]
         self.cache.reorder_cache(torch.tensor(chosen))
-        self.dense.change(lambda each: each[chosen])
+        self.dense.change(lambda states: states[chosen])
 
     def select(self) -> None:
         """Keep one request or some."""
@@ -153,13 +153,13 @@ class History:
             self.random.sample(range(num_reqs), self.random.randint(1, num_reqs))
         )
         self.cache.batch_select_indices(torch.tensor(kept))
-        self.dense.change(lambda each: each[kept])
+        self.dense.change(lambda states: states[kept])
 
     def repeat(self) -> None:
         """Repeat each request, if there are few."""
         if len(self.dense.is_token) <= 3:
             self.cache.batch_repeat_interleave(2)
-            self.dense.change(lambda each: each.repeat_interleave(2, 0))
+            self.dense.change(lambda states: states.repeat_interleave(2, 0))
 
     def copy(self) -> None:
         """Go on with a copy; afterwards the original is changed, which the copy must not see."""

@@ -357,7 +357,7 @@ def test_the_chosen_number_of_segments_takes_at_most_6_percent_more_than_any_oth
     layer = make(changes)
     chosen, _ = choose_segments(layer, bounds_of(batch), append_rows(layer))
     assert 1 <= chosen <= 132 // layer.kv_heads
-    nearest = min(append, key=lambda each: max(each / chosen, chosen / each))
+    nearest = min(append, key=lambda number: max(number / chosen, chosen / number))
     assert append[nearest] <= 1.06 * min(append.values())
 
 

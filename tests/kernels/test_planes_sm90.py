@@ -286,7 +286,7 @@ def test_a_request_is_short_by_its_rows_however_many_heads_a_tile_has(
     launches: list[Any] = []
     place = "pagetwin.optimized.kernels.sm90.prefill.plan.count_processors"
     monkeypatch.setattr(place, lambda device: 132)
-    keep: Any = lambda *each: launches.append(each)  # noqa: E731
+    keep: Any = lambda *given: launches.append(given)  # noqa: E731
     keep.is_ready = False
     keep.load = lambda *_: True
     for own_plan in (made, made.packed):

@@ -150,7 +150,8 @@ class SmallEngine:
             self.recorder.schedule_output(output, self.settings.block_size)
         # decodes first
         scheduled = sorted(
-            output.scheduled_requests, key=lambda each: each.num_scheduled_tokens > 1
+            output.scheduled_requests,
+            key=lambda request: request.num_scheduled_tokens > 1,
         )
         common = self.run.build_common_attn_metadata(
             [request.num_scheduled_tokens for request in scheduled],

@@ -438,7 +438,9 @@ def methods(cls: type) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("backend", backends("optimized"), ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "backend", backends("optimized"), ids=lambda backend: backend.name
+)
 def test_every_backend_has_the_methods_of_the_reference(
     backend: type[AttentionBackend],
 ) -> None:

@@ -254,7 +254,9 @@ def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "puzzle", [puzzle for puzzle in PUZZLES if puzzle.laws], ids=lambda each: each.name
+    "puzzle",
+    [puzzle for puzzle in PUZZLES if puzzle.laws],
+    ids=lambda puzzle: puzzle.name,
 )
 def test_an_error_that_only_a_law_meets_has_its_line_and_no_other_hint(
     puzzle, tmp_path

@@ -119,7 +119,7 @@ def test_a_job_is_stopped_at_its_limit(tmp_path: Path) -> None:
     assert code == 1 and line["code"] is None and line["seconds"] < 20
 
 
-@pytest.mark.parametrize("one", release.jobs(), ids=lambda each: each.name)
+@pytest.mark.parametrize("one", release.jobs(), ids=lambda one: one.name)
 def test_every_job_names_programs_and_options_that_exist(one: Job) -> None:
     if "bench" in one.command:
         given = [*one.command[one.command.index("bench") :], "--help"]

@@ -56,7 +56,7 @@ class Ceilings:
             "operations": workload.flops / self.matmul_tflop_per_s / 1e6,
             "launch": self.empty_us,
         }
-        what = max(floors, key=lambda each: floors[each])
+        what = max(floors, key=lambda floor: floors[floor])
         return floors[what], what
 
     def to_record(self) -> dict[str, float]:

@@ -306,4 +306,4 @@ def best_published(stored: dict[str, Any], name: str) -> tuple[str, float] | Non
         for library, us in figures.items()
         if library not in ("floor", "inaccurate")
     }
-    return min(libraries.items(), key=lambda each: each[1]) if libraries else None
+    return min(libraries.items(), key=lambda library: library[1]) if libraries else None

@@ -88,7 +88,8 @@ class Puzzle:
 def copy_of(value: Any) -> Any:
     """Return a copy of an argument, with copies of its tensors and lists."""
     return with_tensors(
-        lambda each: each.clone() if each.is_contiguous() else strided(each), value
+        lambda tensor: tensor.clone() if tensor.is_contiguous() else strided(tensor),
+        value,
     )
 
 
