@@ -180,5 +180,7 @@ def run_segments(
             batch, segment, num_segments, 2, config, tile_tokens
         )
         output = SimpleNamespace(group_size=1)
-        names["produce_q_and_k"](None, batch, None, None, output, found, config, 1)
+        # `count_tokens` above is that of all warpgroups
+        of_one = config._replace(CONSUMERS=1)
+        names["produce_q_and_k"](None, batch, None, None, output, found, of_one)
     return items

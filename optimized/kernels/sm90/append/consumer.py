@@ -33,7 +33,6 @@ def consume_segment(
     output,
     score,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Run a consumer warpgroup: compute and store its rows of every published work item.
@@ -48,8 +47,8 @@ def consume_segment(
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     k, k_tail, v = view_kv(shared, config)
-    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
-    if CONSUMER == NUM_CONSUMERS - 1:
+    start_ping_pong(config, CONSUMER)
+    if CONSUMER == config.CONSUMERS - 1:
         _clear_padding(output, config)
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
@@ -60,23 +59,19 @@ def consume_segment(
         m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
         l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
         if work.num_kv_tiles > 0:
-            tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+            tile = q_state.stage() * config.CONSUMERS + CONSUMER
             tiles = select_tiles(shared, tile, k, k_tail, v, config)
             shared.q_pipe.consumer_wait(q_state)
             position = work.position + CONSUMER * count_tokens(config)
             if position < work.seq_len:
                 own = _find_own_tiles(work, position, config)
-                kv_state = skip_tiles(
-                    shared, kv_state, own.after, config, NUM_CONSUMERS, CONSUMER
-                )
+                kv_state = skip_tiles(shared, kv_state, own.after, config, CONSUMER)
                 carry, kv_state = attend_to_tiles(
                     shared, tiles, (acc,), kv_state, q_state,
-                    work, own, position, score.scale_log2, config, NUM_CONSUMERS,
+                    work, own, position, score.scale_log2, config,
                     CONSUMER,
                 )  # fmt: skip
-                kv_state = skip_tiles(
-                    shared, kv_state, own.before, config, NUM_CONSUMERS, CONSUMER
-                )
+                kv_state = skip_tiles(shared, kv_state, own.before, config, CONSUMER)
                 acc = carry.acc[0]
                 m_i = gl.convert_layout(carry.m_i, ROWS)
                 l_i = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
@@ -87,12 +82,11 @@ def consume_segment(
                     kv_state,
                     work.num_kv_tiles,
                     config,
-                    NUM_CONSUMERS,
                     CONSUMER,
                 )
             shared.q_pipe.consumer_release(q_state)
             q_state = q_state.advance()
-        _store(output, acc, m_i, l_i, work, score, config, NUM_CONSUMERS, CONSUMER)
+        _store(output, acc, m_i, l_i, work, score, config, CONSUMER)
         work_state = work_state.advance()
         work = receive_work(shared, work_state)
     end_ping_pong(config, CONSUMER)
@@ -113,7 +107,6 @@ def _skip_all(
     kv_state,
     num_tiles,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Release all KV tiles of a work item, and return the next KV state.
@@ -123,15 +116,13 @@ def _skip_all(
     shared.k_pipe.consumer_wait(kv_state)
     shared.v_pipe.consumer_wait(kv_state)
     shared.k_pipe.consumer_release(kv_state)
-    return skip_tiles(
-        shared, kv_state.advance(), num_tiles - 1, config, NUM_CONSUMERS, CONSUMER
-    )
+    return skip_tiles(shared, kv_state.advance(), num_tiles - 1, config, CONSUMER)
 
 
 @gluon.jit
 def _store(
     output, acc, m_i, l_i, work, score,
-    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
+    config: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Store a warpgroup's rows of a query tile.
 
@@ -154,7 +145,7 @@ def _store(
         gl.store(outs, result, mask=gl.expand_dims(is_kept, 1))
         gl.store(lses, lse * LOG2_E, mask=is_kept)
         semaphore = output.semaphores + CONSUMER
-        semaphore += (first * gl.num_programs(0) + gl.program_id(0)) * NUM_CONSUMERS
+        semaphore += (first * gl.num_programs(0) + gl.program_id(0)) * config.CONSUMERS
         if arrive(semaphore, last - first + 1):
             combine_rows(output, first, last, work, score, config, CONSUMER)
     else:

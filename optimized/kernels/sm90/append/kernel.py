@@ -92,7 +92,6 @@ def append_kernel(
         min_tiles: KV tiles of a segment, at least.
         config: `Config`.
     """
-    N: gl.constexpr = config.CONSUMERS
     batch = BatchArgs(
         block_table,
         block_table_stride,
@@ -127,17 +126,16 @@ def append_kernel(
         gl.num_programs(1),
         min_tiles,
         config,
-        N * count_tokens(config),
+        config.CONSUMERS * count_tokens(config),
     )
     shared = allocate(
         k_desc.dtype,
         k_desc.block_type.shape[0],
         v_desc.block_type.shape[0],
         config,
-        N,
     )
     run_roles(
         consume_segment, output, score, produce_q_and_k,
-        (shared, batch, q_desc, k, output, segment, config, N),
+        (shared, batch, q_desc, k, output, segment, config),
         produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip

@@ -24,10 +24,9 @@ def produce_q_and_k(
     output,
     segment,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: the work items of the segment, and their Q and K tiles."""
-    TILE_TOKENS: gl.constexpr = NUM_CONSUMERS * count_tokens(config)
+    TILE_TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
@@ -50,7 +49,7 @@ def produce_q_and_k(
             if work.num_kv_tiles > 0:
                 load_packed_q(
                     shared, q_desc, q_state, without_span(work), output.group_size,
-                    config, NUM_CONSUMERS,
+                    config,
                 )  # fmt: skip
                 q_state = q_state.advance()
                 k_state = load_k(shared, batch, k, k_state, work, config)

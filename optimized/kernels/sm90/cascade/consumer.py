@@ -43,7 +43,6 @@ def consume_prefix(
     output,
     score,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Run a consumer warpgroup: compute and store its rows of every published work item.
@@ -57,20 +56,19 @@ def consume_prefix(
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     Q_STAGES: gl.constexpr = count_q_stages(config)
     k, k_tail, v = view_kv(shared, config)
-    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
+    start_ping_pong(config, CONSUMER)
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(Q_STAGES)
     work = receive_work(shared, work_state)
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
-        q_tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+        q_tile = q_state.stage() * config.CONSUMERS + CONSUMER
         tiles = select_tiles(shared, q_tile, k, k_tail, v, config)
         position = work.position + CONSUMER * count_tokens(config)
         carry, kv_state = attend_to_tiles(
             shared, tiles, (acc,), kv_state, q_state, work,
-            find_tiles(work, position, config), position, score.scale_log2, config,
-            NUM_CONSUMERS, CONSUMER,
+            find_tiles(work, position, config), position, score.scale_log2, config, CONSUMER,
         )  # fmt: skip
         q_state = q_state.advance()
         if Q_STAGES == 1:

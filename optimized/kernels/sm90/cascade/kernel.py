@@ -89,7 +89,6 @@ def cascade_prefix_sm90_kernel(
         group_size: heads that have work items per KV head.
         config: `Config`, not causal.
     """
-    N: gl.constexpr = config.CONSUMERS
     launch_dependents()
     # a split is a request whose row of the block table begins within row 0
     batch = BatchArgs(
@@ -113,10 +112,9 @@ def cascade_prefix_sm90_kernel(
         k_desc.block_type.shape[0],
         v_desc.block_type.shape[0],
         config,
-        N,
     )
     run_roles(
         consume_prefix, output, score, produce_q_and_k,
-        (shared, batch, prefix, q, k, config, N),
+        (shared, batch, prefix, q, k, config),
         produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip

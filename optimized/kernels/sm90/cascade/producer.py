@@ -22,10 +22,9 @@ def produce_q_and_k(
     q,
     k,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: publish the program's work items, and load their Q and K tiles."""
-    TILE_TOKENS: gl.constexpr = NUM_CONSUMERS * count_tokens(config)
+    TILE_TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
@@ -34,7 +33,7 @@ def produce_q_and_k(
         work = locate_item(prefix, item, config, TILE_TOKENS)
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
-        load_q(shared, q, q_state, work, config, NUM_CONSUMERS)
+        load_q(shared, q, q_state, work, config)
         q_state = q_state.advance()
         k_state = load_k(shared, batch, k, k_state, work, config)
     publish_end(shared, work_state)

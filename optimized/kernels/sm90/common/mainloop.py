@@ -74,7 +74,6 @@ def attend_to_tiles(
     position,
     scale_log2,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Return the `Carry` after some KV tiles of a work item, and the next KV state.
@@ -96,14 +95,14 @@ def attend_to_tiles(
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
             own.last - 1 - i, position, work.seq_len, scale_log2,
-            config, MASKS[0], NUM_CONSUMERS, CONSUMER,
+            config, MASKS[0], CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
     for i in range(own.full_end - own.full_begin):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
             own.full_end - 1 - i, position, work.seq_len, scale_log2,
-            config, 0, NUM_CONSUMERS, CONSUMER,
+            config, 0, CONSUMER,
         )  # fmt: skip
         kv_state = kv_state.advance()
     if has_lower_bound(config):
@@ -111,7 +110,7 @@ def attend_to_tiles(
             carry = _kv_iteration(
                 shared, tiles, carry, kv_state,
                 own.full_begin - 1 - i, position, work.seq_len, scale_log2,
-                config, MASKS[1], NUM_CONSUMERS, CONSUMER,
+                config, MASKS[1], CONSUMER,
             )  # fmt: skip
             kv_state = kv_state.advance()
     carry = _last_pv(shared, tiles, carry, kv_state, config)
@@ -124,7 +123,6 @@ def skip_tiles(
     kv_state,
     num_tiles,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Release KV tiles that only other warpgroups attend to, and return the next KV state."""
@@ -134,7 +132,7 @@ def skip_tiles(
         shared.v_pipe.consumer_wait(kv_state)
         if uses_ping_pong(config):
             ping_pong_wait(CONSUMER)
-            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+            ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
         shared.k_pipe.consumer_release(kv_state)
         kv_state = kv_state.advance()
     return kv_state
@@ -194,7 +192,6 @@ def _kv_iteration(
     scale_log2,
     config: gl.constexpr,
     MASKS: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Issue Q @ K of a KV tile and P @ V of the tile before, and return the next `Carry`.
@@ -215,9 +212,7 @@ def _kv_iteration(
     dtype: gl.constexpr = tiles.q.dtype
     acc, p, alpha, m_i, l_i = carry
     if PV_FIRST:
-        qk, acc = _pv_and_qk(
-            shared, tiles, acc, p, kv_state, config, NUM_CONSUMERS, CONSUMER
-        )
+        qk, acc = _pv_and_qk(shared, tiles, acc, p, kv_state, config, CONSUMER)
     else:
         # issue Q @ K of this tile
         shared.k_pipe.consumer_wait(kv_state)
@@ -235,7 +230,7 @@ def _kv_iteration(
         # softmax of this tile, while P @ V is in flight
         qk = warpgroup_mma_wait(1, deps=[qk])
         if PING_PONG:
-            ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+            ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
     qk = modify_scores(qk, scale_log2, config)
     if MASKED:
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
@@ -266,7 +261,6 @@ def _pv_and_qk(
     p,
     kv_state,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Return Q @ K of a KV tile, and acc with P @ V of the tile before, one after the other.
@@ -288,7 +282,7 @@ def _pv_and_qk(
     qk = issue_qk(tiles, kv_state, config)  # [WARPGROUP_M, BLOCK_N]
     if uses_ping_pong(config):
         # the next warpgroup's P @ V follows this product without a gap
-        ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+        ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.k_pipe.consumer_release(kv_state)
     return qk, acc

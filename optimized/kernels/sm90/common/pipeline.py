@@ -183,11 +183,9 @@ def ping_pong_arrive(CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def start_ping_pong(
-    config: gl.constexpr, NUM_CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr
-):
+def start_ping_pong(config: gl.constexpr, CONSUMER: gl.constexpr):
     """Give the first turn at the tensor cores to the first warpgroup, if there are turns."""
-    if uses_ping_pong(config) and CONSUMER == NUM_CONSUMERS - 1:
+    if uses_ping_pong(config) and CONSUMER == config.CONSUMERS - 1:
         ping_pong_arrive(0)
 
 

@@ -45,7 +45,6 @@ def consume_splits(
     output,
     score,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Run a consumer warpgroup: compute and store its rows of every published work item.
@@ -60,7 +59,7 @@ def consume_splits(
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     k, k_tail, v = view_kv(shared, config)
-    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
+    start_ping_pong(config, CONSUMER)
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
@@ -69,14 +68,14 @@ def consume_splits(
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
         l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
-        tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+        tile = q_state.stage() * config.CONSUMERS + CONSUMER
         tiles = select_tiles(shared, tile, k, k_tail, v, config)
         if work.num_kv_tiles > 0:
             shared.q_pipe.consumer_wait(q_state)
             release_previous_q(shared, q_state, config)
             acc, m_i, l_i, kv_state = _attend_to_splits(
                 shared, tiles, acc, m_i, l_i, kv_state,
-                q_state, work, output.states, score.scale_log2, config, NUM_CONSUMERS,
+                q_state, work, output.states, score.scale_log2, config,
                 CONSUMER,
             )  # fmt: skip
             q_state = q_state.advance()
@@ -100,14 +99,13 @@ def consume_splits(
 def _own_states(
     output_states,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Return pointers to the accumulator that a warpgroup keeps.  # [WARPGROUP_M, HEAD_DIM]"""
     LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
     row = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, config.HEAD_DIM, gl.SliceLayout(0, LAYOUT))
-    first = (gl.program_id(0) * NUM_CONSUMERS + CONSUMER) * (
+    first = (gl.program_id(0) * config.CONSUMERS + CONSUMER) * (
         WARPGROUP_M * config.HEAD_DIM
     )
     offset = gl.expand_dims(row * config.HEAD_DIM, 1) + gl.expand_dims(column, 0)
@@ -128,7 +126,6 @@ def _attend_to_splits(
     states,
     scale_log2,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Return acc, m_i and l_i after all KV tiles of a work item, and the next KV state.
@@ -154,7 +151,7 @@ def _attend_to_splits(
             last = own.first - 1
             after = work.num_kv_tiles
             before = before * 0
-    kv_state = skip_tiles(shared, kv_state, after, config, NUM_CONSUMERS, CONSUMER)
+    kv_state = skip_tiles(shared, kv_state, after, config, CONSUMER)
     own_last = last
     while last >= own.first:
         of_split = find_split(own, last, config)
@@ -162,11 +159,11 @@ def _attend_to_splits(
             if last < own_last:
                 # every tile but the first of a work item is a turn, also of other warpgroups
                 ping_pong_wait(CONSUMER)
-                ping_pong_arrive((CONSUMER + 1) % NUM_CONSUMERS)
+                ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
         split_acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         carry, kv_state = attend_to_tiles(
             shared, tiles, (split_acc,), kv_state, q_state, work, of_split, position,
-            scale_log2, config, NUM_CONSUMERS, CONSUMER,
+            scale_log2, config, CONSUMER,
         )  # fmt: skip
         split_m = gl.convert_layout(carry.m_i, ROWS)
         split_l = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
@@ -175,15 +172,15 @@ def _attend_to_splits(
             m_i = split_m
             l_i = split_l
         else:
-            kept = gl.load(_own_states(states, config, NUM_CONSUMERS, CONSUMER))
+            kept = gl.load(_own_states(states, config, CONSUMER))
             acc, m_i, l_i = fold(
                 kept, m_i, l_i, carry.acc[0], split_m, split_l,
                 softmax_scale(scale_log2, config),
             )  # fmt: skip
         if of_split.first > own.first:
-            gl.store(_own_states(states, config, NUM_CONSUMERS, CONSUMER), acc)
+            gl.store(_own_states(states, config, CONSUMER), acc)
         last = of_split.first - 1
-    kv_state = skip_tiles(shared, kv_state, before, config, NUM_CONSUMERS, CONSUMER)
+    kv_state = skip_tiles(shared, kv_state, before, config, CONSUMER)
     return acc, m_i, l_i, kv_state
 
 

@@ -97,7 +97,6 @@ def invariant_kernel(
             which `fold_kernel` folds.
         config: `Config`.
     """
-    N: gl.constexpr = config.CONSUMERS
     # a work item is of one KV head and split
     batch = BatchArgs(
         block_table,
@@ -133,11 +132,10 @@ def invariant_kernel(
         k_desc.block_type.shape[0],
         v_desc.block_type.shape[0],
         config,
-        N,
     )
     run_roles(
         consume_splits, output, score, produce_q_and_k,
-        (shared, batch, q_desc, k, output, work_counter, config, N),
+        (shared, batch, q_desc, k, output, work_counter, config),
         produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip
 

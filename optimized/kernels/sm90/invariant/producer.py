@@ -37,10 +37,9 @@ def produce_q_and_k(
     output,
     work_counter,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
-    TOKENS: gl.constexpr = NUM_CONSUMERS * count_tokens(config)
+    TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
@@ -58,9 +57,7 @@ def produce_q_and_k(
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
-            load_packed_q(
-                shared, q_desc, q_state, work, output.group_size, config, NUM_CONSUMERS
-            )
+            load_packed_q(shared, q_desc, q_state, work, output.group_size, config)
             q_state = q_state.advance()
             k_state = load_k(shared, batch, k, k_state, work, config)
         item = gl.num_programs(0) + first_lane(fetched)
@@ -81,7 +78,6 @@ def load_packed_q(
     work,
     group_size,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
 ):
     """Load the query tile of every consumer warpgroup.
 
@@ -90,6 +86,7 @@ def load_packed_q(
     """
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
+    CONSUMERS: gl.constexpr = config.CONSUMERS
     TOKENS: gl.constexpr = count_tokens(config)
     COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
     STORED: gl.constexpr = shared.q.shape[0]
@@ -102,9 +99,9 @@ def load_packed_q(
     shared.q_pipe.producer_acquire(state)
     full = shared.q_pipe.full_barrier(state)
     head = work.head * group_size
-    mbarrier.expect(full, NUM_CONSUMERS * WARPGROUP_M * (HEAD_DIM + TAIL_DIM) * 2)
-    for consumer in gl.static_range(NUM_CONSUMERS):
-        tile = state.stage() * NUM_CONSUMERS + consumer
+    mbarrier.expect(full, CONSUMERS * WARPGROUP_M * (HEAD_DIM + TAIL_DIM) * 2)
+    for consumer in gl.static_range(CONSUMERS):
+        tile = state.stage() * CONSUMERS + consumer
         token = work.query_start + consumer * TOKENS
         for j in gl.static_range(COLUMN_BOXES):
             async_load(

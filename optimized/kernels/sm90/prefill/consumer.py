@@ -35,7 +35,6 @@ def consume(
     output,
     score,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Run a consumer warpgroup: compute and store its rows of every published work item.
@@ -56,7 +55,7 @@ def consume(
         of_part = number_columns(PARTS[i][0], PARTS[i][1])
         column = column + (of_part,)  # type: ignore[assignment]  # noqa: RUF005
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ACC_ROWS)
-    start_ping_pong(config, NUM_CONSUMERS, CONSUMER)
+    start_ping_pong(config, CONSUMER)
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(Q_STAGES)
@@ -74,7 +73,7 @@ def consume(
             # loaded here, needed after this item's keys
             sink = gl.load(score.sinks + head)
             lse = gl.full([WARPGROUP_M], 0.0, gl.float32, ACC_ROWS) + sink
-        q_tile = q_state.stage() * NUM_CONSUMERS + CONSUMER
+        q_tile = q_state.stage() * config.CONSUMERS + CONSUMER
         tiles = select_tiles(shared, q_tile, k, k_tail, v, config)
         staging = tiles.q
         if len(output.plane.desc.block_type.shape) == 3:
@@ -82,7 +81,7 @@ def consume(
         if work.num_kv_tiles > 0:
             carry, kv_state = _mainloop(
                 shared, tiles, acc, kv_state, q_state, work,
-                scale_log2, config, NUM_CONSUMERS, CONSUMER,
+                scale_log2, config, CONSUMER,
             )  # fmt: skip
             scale = softmax_scale(scale_log2, config)
             acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink)
@@ -128,7 +127,6 @@ def _mainloop(
     work,
     scale_log2,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):
     """Return the `Carry` after all KV tiles of a work item, and the next KV state.
@@ -140,15 +138,11 @@ def _mainloop(
     position = work.position + CONSUMER * count_tokens(config)
     own = find_tiles(work, position, config)
     if has_own_tiles(config):
-        kv_state = skip_tiles(
-            shared, kv_state, own.after, config, NUM_CONSUMERS, CONSUMER
-        )
+        kv_state = skip_tiles(shared, kv_state, own.after, config, CONSUMER)
     carry, kv_state = attend_to_tiles(
         shared, tiles, acc, kv_state, q_state, work, own, position, scale_log2,
-        config, NUM_CONSUMERS, CONSUMER,
+        config, CONSUMER,
     )  # fmt: skip
     if has_lower_bound(config):
-        kv_state = skip_tiles(
-            shared, kv_state, own.before, config, NUM_CONSUMERS, CONSUMER
-        )
+        kv_state = skip_tiles(shared, kv_state, own.before, config, CONSUMER)
     return carry, kv_state

@@ -84,7 +84,6 @@ def allocate(
     k_box_rows: gl.constexpr,
     v_box_rows: gl.constexpr,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
 ):
     """Return the `SharedStorage` of a program, with its barriers initialized."""
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
@@ -95,7 +94,7 @@ def allocate(
     K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
     V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
     q = gl.allocate_shared_memory(
-        dtype, [Q_STAGES * NUM_CONSUMERS, WARPGROUP_M, HEAD_DIM], SWIZZLED
+        dtype, [Q_STAGES * config.CONSUMERS, WARPGROUP_M, HEAD_DIM], SWIZZLED
     )
     k = gl.allocate_shared_memory(dtype, [K_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED)
     v = gl.allocate_shared_memory(dtype, [V_BOXES, v_box_rows, BOX_COLUMNS], SWIZZLED)
@@ -106,7 +105,7 @@ def allocate(
         # one box per row of boxes
         gl.static_assert(config.TAIL_DIM == BOX_COLUMNS)
         q_tail = gl.allocate_shared_memory(
-            dtype, [Q_STAGES * NUM_CONSUMERS, WARPGROUP_M, BOX_COLUMNS], SWIZZLED
+            dtype, [Q_STAGES * config.CONSUMERS, WARPGROUP_M, BOX_COLUMNS], SWIZZLED
         )
         k_tail = gl.allocate_shared_memory(
             dtype, [K_BOXES // COLUMN_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED
@@ -124,11 +123,11 @@ def allocate(
     gl.static_assert(Q_STAGES <= WORK_STAGES)
     for i in gl.static_range(WORK_STAGES):
         if i < Q_STAGES:
-            q_pipe.init_stage(i, NUM_CONSUMERS)
+            q_pipe.init_stage(i, config.CONSUMERS)
         # read by the consumers and by the warp that loads V
-        work_pipe.init_stage(i, NUM_CONSUMERS + 1)
+        work_pipe.init_stage(i, config.CONSUMERS + 1)
     for i in gl.static_range(STAGES):
-        k_pipe.init_stage(i, NUM_CONSUMERS)
+        k_pipe.init_stage(i, config.CONSUMERS)
     for i in gl.static_range(STAGES + 1):
         mbarrier.init(v_pipe.full.index(i), count=1)
     mbarrier.init(never.index(0), count=1)
@@ -168,9 +167,9 @@ def run_roles(
     warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume, (shared, output, score, config, N, N - 3)),
-            (consume, (shared, output, score, config, N, N - 2)),
-            (consume, (shared, output, score, config, N, N - 1)),
+            (consume, (shared, output, score, config, N - 3)),
+            (consume, (shared, output, score, config, N - 2)),
+            (consume, (shared, output, score, config, N - 1)),
             (produce_q_and_k, producer_args),
             (produce_v, v_args),
         ][UNUSED:],
@@ -231,7 +230,6 @@ def prefill_kernel(
             If 0, another launch clears them.
         config: `Config`.
     """
-    N: gl.constexpr = config.CONSUMERS
     batch = BatchArgs(
         block_table,
         block_table_stride,
@@ -260,11 +258,10 @@ def prefill_kernel(
         k_desc.block_type.shape[0],
         v_desc.block_type.shape[0],
         config,
-        N,
     )
     run_roles(
         consume, output, score, produce_q_and_k,
-        (shared, batch, q, k, work_counter, config, N),
+        (shared, batch, q, k, work_counter, config),
         clear_and_produce_v, (shared, batch, v, output, cleared_tokens, config),
         shared, config,
     )  # fmt: skip

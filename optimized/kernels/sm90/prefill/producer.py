@@ -57,10 +57,9 @@ def produce_q_and_k(
     k,
     work_counter,
     config: gl.constexpr,
-    NUM_CONSUMERS: gl.constexpr,
 ):
     """Run producer warp 0: schedule the work items, and load their Q and K tiles."""
-    TILE_TOKENS: gl.constexpr = NUM_CONSUMERS * count_tokens(config)
+    TILE_TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
     work_state = PipelineState.start(WORK_STAGES)
     k_state = PipelineState.start(config.STAGES)
@@ -76,7 +75,7 @@ def produce_q_and_k(
         publish_work(shared, work_state, work)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
-            load_q(shared, q, q_state, work, config, NUM_CONSUMERS)
+            load_q(shared, q, q_state, work, config)
             q_state = q_state.advance()
             k_state = load_k(shared, batch, k, k_state, work, config)
         item = gl.num_programs(0) + first_lane(fetched)
@@ -106,10 +105,11 @@ def produce_v(shared, batch, v, config: gl.constexpr):
 
 
 @gluon.jit
-def load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+def load_q(shared, q, state, work, config: gl.constexpr):
     """Load the query tile of every consumer warpgroup."""
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
+    CONSUMERS: gl.constexpr = config.CONSUMERS
     # the columns of a box: all, or 64 of a tile whose columns are not a power of two
     Q_COLUMNS: gl.constexpr = q.desc.block_type.shape[-1]
     BOXES: gl.constexpr = HEAD_DIM // Q_COLUMNS
@@ -123,9 +123,9 @@ def load_q(shared, q, state, work, config: gl.constexpr, NUM_CONSUMERS: gl.const
     column = work.head * q.head_columns
     # rows without a token are not loaded: they have whatever the memory held
     ROWS: gl.constexpr = count_rows(config)
-    mbarrier.expect(full, NUM_CONSUMERS * ROWS * (HEAD_DIM + TAIL_DIM) * 2)
-    for consumer in gl.static_range(NUM_CONSUMERS):
-        tile = state.stage() * NUM_CONSUMERS + consumer
+    mbarrier.expect(full, CONSUMERS * ROWS * (HEAD_DIM + TAIL_DIM) * 2)
+    for consumer in gl.static_range(CONSUMERS):
+        tile = state.stage() * CONSUMERS + consumer
         if len(q.desc.block_type.shape) == 3:
             token = work.query_start + consumer * count_tokens(config)
             async_load(
