@@ -258,8 +258,8 @@ FAULTS = {
     ),
     "a converted head has the scales of another": Fault(
         "sm90/fp8_prefill/kernel.py",
-        "load_scale(v_scale, scale_strides.v, head, True)",
-        "load_scale(v_scale, scale_strides.v, 0, True)",
+        "load_scale(args.v_scale, scale_strides.v, head, True)",
+        "load_scale(args.v_scale, scale_strides.v, 0, True)",
         "prefill",
         WRONG,
     ),

@@ -19,7 +19,10 @@ from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.dispatch.dispatch import PIPELINE
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from pagetwin.optimized.kernels.sm90.latent.combination import ONE_ROW, TWO_ROWS
-from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
+from pagetwin.optimized.kernels.sm90.latent.combine import (
+    LatentCombineArguments,
+    latent_combine_kernel,
+)
 from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.optimized.runtime.family import Task
@@ -169,11 +172,25 @@ def test_partial_results_are_combined_by_their_log_sum_exp(
     # in a launch there may be more programs than row tiles that are split
     for splits_bound in (len(found_splits), segments):
         found, found_lse = out.to(device, copy=True), lse.to(device, copy=True)
-        latent_combine_kernel[(BLOCK_M.value // constants["ROWS"], splits_bound + 1, 1)](
-            found, found_lse, partial.to(device), partial_lse.to(device),
-            splits.int().to(device), starts.int().to(device), len(lengths), heads, tokens,
-            BLOCK_M.value, segments, *out.stride()[:2], *lse.stride(), **constants,
-        )  # fmt: skip
+        arguments = LatentCombineArguments(
+            out=found,
+            lse=found_lse,
+            partial_out=partial.to(device),
+            partial_lse=partial_lse.to(device),
+            splits=splits.int().to(device),
+            query_start_loc=starts.int().to(device),
+            num_reqs=len(lengths),
+            num_heads=heads,
+            num_tokens=tokens,
+            partial_rows=BLOCK_M.value,
+            num_segments=segments,
+            out_stride_token=out.stride(0),
+            out_stride_head=out.stride(1),
+            lse_stride_head=lse.stride(0),
+            lse_stride_token=lse.stride(1),
+        )
+        grid = (BLOCK_M.value // constants["ROWS"], splits_bound + 1, 1)
+        latent_combine_kernel[grid](*arguments, **constants)
         torch.testing.assert_close(found.cpu(), expected)
         torch.testing.assert_close(found_lse.cpu(), expected_lse)
 

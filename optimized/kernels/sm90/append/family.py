@@ -6,7 +6,7 @@ the least for requests of more rows than a decode tile has and of many keys.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
@@ -28,7 +28,7 @@ from ..common.plan import Sm90Plan
 from ..common.planes import takes_groups
 from ..prefill import family as sm90
 from .cost import MIN_SEGMENT_TILES, choose_append_rows, estimate_segments
-from .kernel import append_kernel
+from .kernel import AppendArguments, append_kernel
 from .segments import MAX_SEGMENTS
 
 
@@ -55,13 +55,11 @@ def plan(call: AttentionCall) -> "AppendPlan":
     consumers = choose_consumers(config.HEAD_SIZE, True)
     config = config._replace(GROUP=group, SPLIT_TILES=1, CONSUMERS=consumers)
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
-    # the strides of the keys and values, and of the output
-    strides = (*base.strides[2:8], *base.strides[10:])
     boxes = (q_box, *base.boxes[1:3], q_box)
-    made = AppendPlan.derive(base, config, boxes, strides)
+    made = AppendPlan.derive(base, config, boxes)
     if has_narrow_tile(config):
         config = config._replace(CONSUMERS=1, STAGES=NARROW_STAGES)
-        made.narrow = AppendPlan.derive(base, config, boxes, strides)
+        made.narrow = AppendPlan.derive(base, config, boxes)
     return made
 
 
@@ -90,13 +88,12 @@ class AppendPlan(Sm90Plan):
 
     Args:
         boxes: the TMA box of the queries has tokens, heads and columns. The output has none.
-        strides: the kernel's arguments from `k_block_rows` to `out_stride_head`.
         constants: the kernel's constexpr arguments.
         narrow: Optional. The plan with the query tile of one consumer warpgroup. If None, there is
             one tile.
     """
 
-    num_maps: ClassVar[int] = 3
+    arguments: ClassVar[Any] = AppendArguments
     narrow: "AppendPlan | None" = None
 
     def __post_init__(self) -> None:
@@ -164,25 +161,31 @@ class AppendPlan(Sm90Plan):
             segments * kv_heads * (self.tile_rows // WARPGROUP_M.value),
             partials * (config.HEAD_DIM + 1),
         )
-        self.launch_with_maps(
-            call,
-            (kv_heads, segments, 1),
-            (out, lse, numbers, semaphores, block_table, starts, call.lengths),
-            (
-                None if sinks is None else sinks.contiguous(),
-                call.scale * LOG2_E.value,
-            ),
-            (
-                num_reqs,
-                num_tokens,
-                MIN_SEGMENT_TILES,
-                partial_rows,
-                self.group_size,
-                *self.strides,
-                *((0, 0) if lse is None else lse.stride()),
-                block_table.stride(0),
-            ),
+        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
+        arguments = AppendArguments(
+            q_desc=call.query,
+            k_desc=call.key,
+            v_desc=call.value,
+            out=out,
+            lse=lse,
+            partials=numbers,
+            semaphores=semaphores,
+            block_table=block_table,
+            query_start_loc=starts,
+            kv_lens=call.lengths,
+            sinks=None if sinks is None else sinks.contiguous(),
+            scale_log2=call.scale * LOG2_E.value,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            min_tiles=MIN_SEGMENT_TILES,
+            partial_rows=partial_rows,
+            group_size=self.group_size,
+            **self.strides,
+            lse_stride_head=lse_stride_head,
+            lse_stride_token=lse_stride_token,
+            block_table_stride=block_table.stride(0),
         )
+        self.launch_with_maps(call, (kv_heads, segments, 1), arguments)
 
 
 def _is_supported(call: AttentionCall) -> bool:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ from ..common.config import LOG2_E, choose_consumers
 from ..common.plan import Sm90Plan
 from ..common.planes import find_planes
 from ..prefill import family as sm90
-from .kernel import cascade_prefix_sm90_kernel
+from .kernel import PrefixArguments, cascade_prefix_sm90_kernel
 
 ITEM_TILES = 4
 """KV tiles that take as long as what a work item does besides them. It is estimated. With it, a
@@ -63,8 +63,7 @@ def plan(call: AttentionCall) -> "PrefixPlan":
     consumers = choose_consumers(config.HEAD_SIZE, True)
     # the log-sum-exp is always computed, and its error budget is small
     config = config._replace(FAST_TANH=False, CONSUMERS=consumers)
-    # the strides of the queries, keys and values
-    return PrefixPlan.derive(base, config, base.boxes, base.strides[:8])
+    return PrefixPlan.derive(base, config, base.boxes)
 
 
 @lru_cache(1024)
@@ -104,16 +103,13 @@ def choose_split_len(
 class PrefixPlan(Sm90Plan):
     """Launches of the Hopper kernel over a prefix for all calls with one signature.
 
-    Args:
-        strides: the kernel's arguments from `q_head_rows` to `v_head_columns`.
-
     Attributes:
         is_overlapped: whether the second launch of a cascade may begin before this one has ended.
             128 short rests then take 78 us with the prefix and not 80.
     """
 
     is_overlapped: ClassVar[bool] = True
-    num_maps: ClassVar[int] = 3
+    arguments: ClassVar[Any] = PrefixArguments
 
     def __post_init__(self) -> None:
         """Create the launcher."""
@@ -193,20 +189,23 @@ class PrefixPlan(Sm90Plan):
         assert block_table is not None
         tokens = call.query.shape[0]
         items = self._count_tiles(tokens) * -(-prefix_len // split_len)
-        self.launch_with_maps(
-            call,
-            (min(items, count_processors(call.query.device)), 1, 1),
-            (workspace[values_begin:], workspace, block_table),
-            (call.scale * LOG2_E.value,),
-            (
-                tokens,
-                prefix_len,
-                split_len,
-                self.num_heads // config.GROUP,
-                self.group_size // config.GROUP,
-                *self.strides,
-            ),
+        arguments = PrefixArguments(
+            q_desc=call.query,
+            k_desc=call.key,
+            v_desc=call.value,
+            prefix_out=workspace[values_begin:],
+            prefix_lse=workspace,
+            block_table=block_table,
+            scale_log2=call.scale * LOG2_E.value,
+            num_tokens=tokens,
+            prefix_len=prefix_len,
+            split_len=split_len,
+            num_heads=self.num_heads // config.GROUP,
+            group_size=self.group_size // config.GROUP,
+            **self.strides,
         )
+        programs = min(items, count_processors(call.query.device))
+        self.launch_with_maps(call, (programs, 1, 1), arguments)
 
     def _count_tiles(self, tokens: int) -> int:
         """Return the work items per split of the prefix."""

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from ..common.work_item import WorkItem
 
 
-class PrefixArgs(NamedTuple):
+class PrefixRows(NamedTuple):
     """The prefix and its rows, as the kernel's arguments describe them.
 
     Args:

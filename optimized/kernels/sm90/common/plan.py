@@ -5,7 +5,7 @@ tensor map of each: address, rows and their stride, and the box that one load br
 with the address and the number of tokens only, so the maps of a KV cache are made once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import Launcher
 from .config import SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Config
+from .entry import find_ends
 from .planes import BOX_MARGIN, MAX_COORDINATE, Plane
 
 MAX_TENSOR_MAPS = 512
@@ -50,7 +51,7 @@ class Sm90Plan:
         keys: ragged keys of the first call, or the blocks of the cache.
         num_heads, group_size: query heads, and query heads per KV head.
         tile_rows: the query rows of a work item.
-        strides: those of the kernel's arguments that are strides or rows of a plane.
+        strides: by name, the kernel's arguments that are strides or rows of a plane.
         constants: the kernel's constexpr arguments.
     """
 
@@ -62,13 +63,14 @@ class Sm90Plan:
     num_heads: int
     group_size: int
     tile_rows: int
-    strides: tuple[int, ...]
+    strides: Mapping[str, int]
     constants: dict[str, Any]
     launcher: Launcher = field(init=False)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
     is_repeatable: ClassVar[bool] = True
-    num_maps: ClassVar[int] = 4
-    """Tensors with a tensor map: queries, keys, values and the output, or those without it."""
+    arguments: ClassVar[Any]
+    """NamedTuple of the kernel's arguments. Queries, keys and values have tensor maps; the output
+    has one in some kernels."""
 
     @classmethod
     def derive(
@@ -76,14 +78,14 @@ class Sm90Plan:
         base: "Sm90Plan",
         config: Config,
         boxes: tuple[Box, Box, Box, Box],
-        strides: tuple[int, ...],
     ) -> PlanType:
         """Return a plan for the calls of another plan, of a kernel with other work items.
 
         Args:
             base: the other plan.
-            config, boxes, strides: those of the new plan.
+            config, boxes: those of the new plan.
         """
+        names = cls.arguments._fields
         return cls(
             dtype=base.dtype,
             planes=base.planes,
@@ -93,7 +95,9 @@ class Sm90Plan:
             num_heads=base.num_heads,
             group_size=base.group_size,
             tile_rows=WARPGROUP_M.value * config.CONSUMERS,
-            strides=strides,
+            strides={
+                name: base.strides[name] for name in names if name in base.strides
+            },
             constants={"config": config},
         )
 
@@ -133,9 +137,7 @@ class Sm90Plan:
         self,
         call: AttentionCall,
         grid: tuple[int, int, int],
-        others: Sequence[Tensor | None],
-        options: Sequence[Tensor | float | None],
-        numbers: Sequence[int],
+        arguments: Any,
         may_be_converted: bool = False,
     ) -> None:
         """Launch the kernel.
@@ -143,28 +145,27 @@ class Sm90Plan:
         Args:
             call: one that the plan takes.
             grid: programs along each axis.
-            others: tensors besides queries, keys and values, in the order of the kernel's pointers.
-                With four tensor maps the first is the output.
-            options, numbers: the kernel's arguments after the pointers.
+            arguments: NamedTuple of the kernel's arguments.
             may_be_converted: whether keys and values may be a converted cache, and not those of the
                 call that is repeated.
         """
-        tensors = (call.query, call.key, call.value, *others)
-        extra_rows = self.extra_rows(call.query, call.key)[: self.num_maps]
+        maps, pointers, options = find_ends(self.arguments)
+        tensors = arguments[:pointers]
+        extra_rows = self.extra_rows(call.query, call.key)[:maps]
 
         def make_maps(*addresses: int) -> list[Any]:
-            return self.tensor_maps(addresses[: self.num_maps], extra_rows)
+            return self.tensor_maps(addresses[:maps], extra_rows)
 
-        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         self.launcher(
             grid,
-            addresses[3:],
-            options,
-            numbers,
+            addresses[maps:],
+            arguments[pointers:options],
+            arguments[options:],
             tensors,
             make_maps(*addresses) if self.launcher.is_ready else [],
             make_maps,
-            addresses[: self.num_maps] if may_be_converted else (),
+            addresses[:maps] if may_be_converted else (),
         )
 
     def tensor_maps(
@@ -230,15 +231,14 @@ class Sm90Plan:
             SWIZZLED_3D.value,
         )
 
-    def lower(
-        self, query: Tensor, key: Tensor, value: Tensor, *others: Tensor | None
-    ) -> tuple[Any, ...]:
-        """Return a launch's descriptors and tensors in the order of the kernel's arguments.
+    def lower(self, query: Tensor, key: Tensor, *others: Any) -> tuple[Any, ...]:
+        """Return a launch's descriptors and pointers in the order of the kernel's arguments.
 
         Args:
-            others: those of `launch_with_maps`.
+            query, key, others: tensors of the maps and of the pointers, in this order.
         """
-        mapped: list[Any] = [query, key, value, *others][: self.num_maps]
+        tensors = (query, key, *others)
+        maps = find_ends(self.arguments).maps
         extra_rows = self.extra_rows(query, key)
-        descriptors = map(self.describe, range(self.num_maps), mapped, extra_rows)
-        return (*descriptors, *others)
+        descriptors = map(self.describe, range(maps), tensors, extra_rows)
+        return (*descriptors, *tensors[maps:])

@@ -33,10 +33,11 @@ from ...portable.arguments import Config
 from ...portable.options.score import ScoreConstants
 from ...portable.options.visible_range import lower_masks
 from ..common.chip import is_hopper
+from ..common.entry import launch_by_pointers
 from ..common.planes import find_planes
 from ..prefill import family as sm90
 from ..prefill.plan import PrefillPlan
-from .kernel import BLOCK, upcast_kernel
+from .kernel import BLOCK, CacheStrides, UpcastArguments, upcast_kernel
 
 MAX_BYTES = 1 << 29
 """Bytes of converted keys and values, at most. The bound counts every request with the longest
@@ -137,7 +138,7 @@ class Fp8PrefillPlan:
         reqs, num_blocks = call.lengths.shape[0], _count_blocks(call)
         heads = query.shape[1]
         shapes = [
-            (reqs * num_blocks, BLOCK.value, *each.shape[2:]) for each in (key, value)
+            (reqs * num_blocks, BLOCK.value, *cache.shape[2:]) for cache in (key, value)
         ]
         sizes = [torch.Size(shape).numel() // 2 for shape in shapes]
         sizes += [reqs * num_blocks, heads, heads]
@@ -147,18 +148,24 @@ class Fp8PrefillPlan:
             for part, shape in zip(parts, shapes, strict=False)
         )
         table = parts[2].view(torch.int32).view(reqs, num_blocks)
-        tensors = (
-            key, value, block_table, call.query_start_loc, call.lengths, k_out, v_out,
-            table, parts[3], parts[4],
-        )  # fmt: skip
-        options = call.options
-        self.upcast(
-            (key.shape[2], num_blocks, reqs),
-            [each.data_ptr() for each in tensors],
-            [scale_arguments(each)[0] for each in (options.k_scale, options.v_scale)],
-            (short_rows, num_blocks, block_table.stride(0)),
-            tensors,
+        arguments = UpcastArguments(
+            k=key,
+            v=value,
+            block_table=block_table,
+            query_start_loc=call.query_start_loc,
+            seq_lens=call.lengths,
+            k_out=k_out,
+            v_out=v_out,
+            table_out=table,
+            k_scales_out=parts[3],
+            v_scales_out=parts[4],
+            k_scale=scale_arguments(call.options.k_scale)[0],
+            v_scale=scale_arguments(call.options.v_scale)[0],
+            short_rows=short_rows,
+            num_blocks=num_blocks,
+            table_stride_req=block_table.stride(0),
         )
+        launch_by_pointers(self.upcast, (key.shape[2], num_blocks, reqs), arguments)
         converted = call._replace(key=k_out, value=v_out, block_table=table)
         return converted, short_rows, (parts[3], parts[4])
 
@@ -202,9 +209,9 @@ def _in_16_bits(call: AttentionCall) -> AttentionCall:
     blocks = call.lengths.shape[0] * _count_blocks(call)
     key, value = (
         torch.empty(
-            blocks, BLOCK.value, *each.shape[2:], dtype=call.query.dtype, device="meta"
+            blocks, BLOCK.value, *cache.shape[2:], dtype=call.query.dtype, device="meta"
         )
-        for each in (call.key, call.value)
+        for cache in (call.key, call.value)
     )
     table = torch.empty(
         call.lengths.shape[0], _count_blocks(call), dtype=torch.int32, device="meta"
@@ -242,8 +249,8 @@ def _make_launcher(call: AttentionCall) -> Launcher:
     )
     entry = block_table.stride(1)
     fixed = {
-        "k_strides": (*key.stride(), heads * head_size, entry),
-        "v_strides": (*value.stride(), heads * value_size, entry),
+        "k_strides": CacheStrides(*key.stride(), heads * head_size, entry),
+        "v_strides": CacheStrides(*value.stride(), heads * value_size, entry),
         "scale_strides": scale_strides(call.options),
         "config": config,
     }

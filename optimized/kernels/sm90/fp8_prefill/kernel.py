@@ -5,16 +5,65 @@ per read. FP8 numbers are exact in float16 and in bfloat16. Their scales are lef
 the softmax and the epilogue, so nothing is rounded.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from ...fp8 import decode_fp8, load_scale
 from ...portable.options.visible_range import visible_range
+from ..common.entry import Number, Option, Pointer, make_kernel
 
 BLOCK = tl.constexpr(128)
 """Keys per block of the converted cache: the most that one TMA box of the prefill kernel loads."""
 
-NUMBERS = ["short_rows", "num_blocks", "table_stride_req"]
+
+class CacheStrides(NamedTuple):
+    """Strides of keys or values, in elements.
+
+    Args:
+        block, slot, head, element: of the FP8 cache.
+        converted_slot: of the converted cache.
+        table_entry: of the block table.
+    """
+
+    block: Any
+    slot: Any
+    head: Any
+    element: Any
+    converted_slot: Any
+    table_entry: Any
+
+
+class UpcastArguments(NamedTuple):
+    """The arguments of `upcast_kernel`, in their order.
+
+    Args:
+        k, v: uint8 cache.
+        k_out, v_out: [reqs * num_blocks, BLOCK, kv_heads, head size] in 16 bits. Rows past the end
+            of a sequence, and blocks that no query attends to, are not written.
+        table_out: [reqs, num_blocks] block table of the converted cache.
+        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head.
+        k_scale, v_scale: scales of the cache: pointers or numbers.
+        short_rows: requests of at most so many rows are not converted.
+        num_blocks: blocks per request.
+    """
+
+    k: Pointer
+    v: Pointer
+    block_table: Pointer
+    query_start_loc: Pointer
+    seq_lens: Pointer
+    k_out: Pointer
+    v_out: Pointer
+    table_out: Pointer
+    k_scales_out: Pointer
+    v_scales_out: Pointer
+    k_scale: Option
+    v_scale: Option
+    short_rows: Number
+    num_blocks: Number
+    table_stride_req: Number
 
 
 @triton.jit
@@ -28,95 +77,77 @@ def _convert(
         n: [BLOCK] indices in the sequence.
         is_key: [BLOCK] keys that some query attends to. Others that are stored become 0.
         out: pointer to the block's first key of this head.
-        strides: of the cache's blocks, slots, heads and elements, and of the converted slots.
+        strides: `CacheStrides`.
     """
     d = tl.arange(0, BLOCK_D)
     is_element = (d < HEAD_DIM)[None, :]
-    entry = (n // config.BLOCK_SIZE).to(tl.int64) * strides[5]
+    entry = (n // config.BLOCK_SIZE).to(tl.int64) * strides.table_entry
     block = tl.load(block_table + entry, mask=is_key, other=0)
     slot = (n % config.BLOCK_SIZE).to(tl.int64)
-    offset = block.to(tl.int64) * strides[0] + slot * strides[1]
+    offset = block.to(tl.int64) * strides.block + slot * strides.slot
     offset = (
-        offset[:, None] + head.to(tl.int64) * strides[2] + (d * strides[3])[None, :]
+        offset[:, None]
+        + head.to(tl.int64) * strides.head
+        + (d * strides.element)[None, :]
     )
     codes = tl.load(base + offset, mask=is_key[:, None] & is_element, other=0)
     numbers = decode_fp8(codes, config.CACHE_FP8 == 2, config.NATIVE_FP8)
     in_block = tl.arange(0, BLOCK)
     tl.store(
-        out + (in_block * strides[4])[:, None] + d[None, :],
+        out + (in_block * strides.converted_slot)[:, None] + d[None, :],
         numbers.to(out.dtype.element_ty),
         mask=is_stored[:, None] & is_element,
     )
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def upcast_kernel(
-    k,
-    v,
-    block_table,
-    query_start_loc,
-    seq_lens,
-    k_out,
-    v_out,
-    table_out,
-    k_scales_out,
-    v_scales_out,
-    k_scale,
-    v_scale,
-    short_rows,
-    num_blocks,
-    table_stride_req,
-    k_strides,
-    v_strides,
-    scale_strides,
-    config: tl.constexpr,
-):
+@triton.jit
+def upcast_blocks(args, k_strides, v_strides, scale_strides, config: tl.constexpr):
     """Convert one block of one head of one request. Grid: (kv_heads, num_blocks, reqs).
 
     Args:
-        k, v: uint8 cache.
-        k_out, v_out: [reqs * num_blocks, BLOCK, kv_heads, head size] in 16 bits. Rows past the end
-            of a sequence, and blocks that no query attends to, are not written.
-        table_out: [reqs, num_blocks] block table of the converted cache.
-        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head.
-        k_scale, v_scale: scales of the cache: pointers or numbers.
-        short_rows: requests of at most so many rows are not converted.
-        num_blocks: blocks per request.
-        k_strides, v_strides: see `_convert`.
+        args: `UpcastArguments`.
+        k_strides, v_strides: `CacheStrides`.
         scale_strides: ScaleStrides.
         config: Config, with the masks of the call.
     """
     head = tl.program_id(0)
     block = tl.program_id(1)
     req = tl.program_id(2)
-    number = req * num_blocks + block
+    number = req * args.num_blocks + block
     if head == 0:
-        tl.store(table_out + number, number)
+        tl.store(args.table_out + number, number)
     if number == 0:
         for i in range(config.GROUP_SIZE):
             query_head = head * config.GROUP_SIZE + i
-            factor = load_scale(k_scale, scale_strides.k, head, True)
-            tl.store(k_scales_out + query_head, factor)
-            factor = load_scale(v_scale, scale_strides.v, head, True)
-            tl.store(v_scales_out + query_head, factor)
-    query_len = tl.load(query_start_loc + req + 1) - tl.load(query_start_loc + req)
-    seq_len = tl.load(seq_lens + req)
+            factor = load_scale(args.k_scale, scale_strides.k, head, True)
+            tl.store(args.k_scales_out + query_head, factor)
+            factor = load_scale(args.v_scale, scale_strides.v, head, True)
+            tl.store(args.v_scales_out + query_head, factor)
+    query_len = tl.load(args.query_start_loc + req + 1) - tl.load(
+        args.query_start_loc + req
+    )
+    seq_len = tl.load(args.seq_lens + req)
     begin, _ = visible_range(seq_len - query_len, seq_len, True, config)
     first = block * BLOCK
-    is_long = query_len * config.GROUP_SIZE > short_rows
+    is_long = query_len * config.GROUP_SIZE > args.short_rows
     if is_long & (first < seq_len) & (first + BLOCK > begin):
         n = first + tl.arange(0, BLOCK)
         is_stored = n < seq_len
         is_key = is_stored & (n >= begin)
-        entries = block_table + tl.cast(req, tl.int64) * table_stride_req
+        entries = args.block_table + tl.cast(req, tl.int64) * args.table_stride_req
         slot = number.to(tl.int64) * BLOCK
         _convert(
-            k, entries, n, is_key, is_stored, head,
-            k_out + slot * k_strides[4] + head * config.HEAD_DIM,
+            args.k, entries, n, is_key, is_stored, head,
+            args.k_out + slot * k_strides.converted_slot + head * config.HEAD_DIM,
             k_strides, config, config.BLOCK_D, config.HEAD_DIM,
         )  # fmt: skip
         _convert(
-            v, entries, n, is_key, is_stored, head,
-            v_out + slot * v_strides[4] + head * config.V_HEAD_DIM,
+            args.v, entries, n, is_key, is_stored, head,
+            args.v_out + slot * v_strides.converted_slot + head * config.V_HEAD_DIM,
             v_strides, config, config.BLOCK_DV, config.V_HEAD_DIM,
         )  # fmt: skip
+
+
+upcast_kernel = make_kernel(
+    "upcast_kernel", upcast_blocks, UpcastArguments, triton.jit, is_aligned=True
+)

@@ -8,6 +8,7 @@ second kernel folds the splits in the order in which a work item folds several.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
@@ -27,11 +28,18 @@ from ....runtime.workspace import find_workspace
 from ...portable.host.make_launches import MAX_WORKSPACE
 from ..common.chip import is_hopper
 from ..common.config import BOX_COLUMNS, LOG2_E, WARPGROUP_M
+from ..common.entry import launch_by_pointers
 from ..common.plan import Sm90Plan
 from ..common.planes import takes_groups
 from ..common.warm import warm_every
 from ..prefill import family as sm90
-from .kernel import ROWS, fold_kernel, invariant_kernel
+from .kernel import (
+    ROWS,
+    FoldArguments,
+    InvariantArguments,
+    fold_kernel,
+    invariant_kernel,
+)
 
 SPLIT_KEYS = 4096
 """Keys per split, as in the portable kernels."""
@@ -66,10 +74,8 @@ def plan(call: AttentionCall) -> "InvariantPlan":
     )
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
     out_box = (WARPGROUP_M.value // group, group, config.HEAD_DIM)
-    # the strides of the keys and values, and of the output
-    strides = (*base.strides[2:8], *base.strides[10:])
     boxes = (q_box, *base.boxes[1:3], out_box)
-    return InvariantPlan.derive(base, config, boxes, strides)
+    return InvariantPlan.derive(base, config, boxes)
 
 
 @dataclass
@@ -78,10 +84,10 @@ class InvariantPlan(Sm90Plan):
 
     Args:
         boxes: the TMA boxes of queries and outputs have tokens, heads and columns.
-        strides: the kernel's arguments from `k_block_rows` to `out_stride_head`.
         constants: the kernels' constexpr arguments.
     """
 
+    arguments: ClassVar[Any] = InvariantArguments
     _folder: Launcher = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,27 +138,39 @@ class InvariantPlan(Sm90Plan):
         kept = num_programs * self.tile_rows * config.HEAD_DIM
         shared = num_splits * self._numbers_per_split(call) if num_splits > 1 else 0
         work_counter, states = find_workspace(device, 2, kept + shared)
-        strides = (*self.strides, *((0, 0) if lse is None else lse.stride()))
-        options = (
-            None if sinks is None else sinks.contiguous(),
-            call.scale * LOG2_E.value,
+        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
+        arguments = InvariantArguments(
+            q_desc=call.query,
+            k_desc=call.key,
+            v_desc=call.value,
+            out_desc=out,
+            out=out,
+            lse=lse,
+            states=states,
+            block_table=block_table,
+            query_start_loc=starts,
+            kv_lens=call.lengths,
+            work_counter=work_counter,
+            sinks=None if sinks is None else sinks.contiguous(),
+            scale_log2=call.scale * LOG2_E.value,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            num_heads=self.num_heads,
+            group_size=self.group_size,
+            num_splits=num_splits,
+            **self.strides,
+            lse_stride_head=lse_stride_head,
+            lse_stride_token=lse_stride_token,
+            block_table_stride=block_table.stride(0),
         )
-        sizes = (num_reqs, num_tokens, self.num_heads)
-        self.launch_with_maps(
-            call,
-            (num_programs, 1, 1),
-            (out, lse, states, block_table, starts, call.lengths, work_counter),
-            options,
-            (*sizes, self.group_size, num_splits, *strides, block_table.stride(0)),
-        )
+        self.launch_with_maps(call, (num_programs, 1, 1), arguments)
         if num_splits > 1:
-            outputs = (out, lse, states, starts)
-            self._folder(
-                (-(-num_tokens * self.num_heads // ROWS.value), 1, 1),
-                [0 if each is None else each.data_ptr() for each in outputs],
-                options,
-                (*sizes, num_splits, num_programs, *strides[6:]),
-                outputs,
+            given = {**arguments._asdict(), "num_programs": num_programs}
+            groups = -(-num_tokens * self.num_heads // ROWS.value)
+            launch_by_pointers(
+                self._folder,
+                (groups, 1, 1),
+                FoldArguments(**{name: given[name] for name in FoldArguments._fields}),
             )
 
     def _numbers_per_split(self, call: AttentionCall) -> int:

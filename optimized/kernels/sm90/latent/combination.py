@@ -1,12 +1,13 @@
 """Second launch of Hopper latent decodes on the host: how many rows a program combines."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ....runtime.launcher import Launcher
-from .combine import latent_combine_kernel
+from ..common.entry import launch_by_pointers
+from .combine import LatentCombineArguments, latent_combine_kernel
 
 FEW_ROWS = 256
 """Rows of split row tiles up to which a program combines ONE_ROW, and otherwise TWO_ROWS.
@@ -27,7 +28,7 @@ class Combination:
         self._few, self._many = (
             Launcher(
                 latent_combine_kernel,
-                lower_outputs,
+                lower_partials,
                 constants,
                 num_warps=4,
                 num_stages=1,
@@ -37,29 +38,38 @@ class Combination:
 
     def launch(
         self,
-        tensors: tuple[Tensor | None, ...],
+        arguments: LatentCombineArguments,
         max_splits: int,
-        partial_rows: int,
-        numbers: tuple[int, ...],
     ) -> None:
         """Combine the partial results, and clear the rows of no request.
 
         Args:
-            tensors, numbers: arguments of the kernel. Outputs are modified in place.
+            arguments: of the kernel. Outputs are modified in place.
             max_splits: split row tiles, at most.
-            partial_rows: rows of a row tile, at most.
         """
+        partial_rows = arguments.partial_rows
         is_few = max_splits * partial_rows <= FEW_ROWS
         rows = (ONE_ROW if is_few else TWO_ROWS)["ROWS"]
-        (self._few if is_few else self._many)(
+        launch_by_pointers(
+            self._few if is_few else self._many,
             (-(-partial_rows // rows), max_splits + 1, 1),
-            [0 if each is None else each.data_ptr() for each in tensors],
-            (),
-            numbers,
-            tensors,
+            arguments,
         )
 
 
-def lower_outputs(*tensors: Any) -> tuple[Any, ...]:
-    """Return the tensors of a launch with the splits, the fifth, as int32."""
-    return (*tensors[:4], tensors[4].view(torch.int32), *tensors[5:])
+def lower_partials(*tensors: Any) -> tuple[Any, ...]:
+    """Return the tensors of a launch with the splits as int32."""
+    return lower_splits(LatentCombineArguments, tensors)
+
+
+def lower_splits(arguments: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the first arguments of a launch with the splits as int32.
+
+    Args:
+        arguments: NamedTuple of the arguments.
+        tensors: the first of them.
+    """
+    return tuple(
+        tensor.view(torch.int32) if name == "splits" else tensor
+        for name, tensor in zip(arguments._fields, tensors, strict=False)
+    )

@@ -5,50 +5,68 @@ log-sum-exp in base 2. The partials are combined in the order of their keys.
 """
 
 import math
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ...softmax import finite, normalize, start_softmax
+from ..common.entry import Number, Pointer, make_kernel
 from . import config
 
 LN_2 = tl.constexpr(math.log(2.0))
 RANK = tl.constexpr(config.RANK.value)
 MAX_SEGMENTS = tl.constexpr(256)
 """More than a Hopper chip has processors, and so than a launch has segments."""
-NUMBERS = [
-    "num_reqs",
-    "num_heads",
-    "num_tokens",
-    "partial_rows",
-    "num_segments",
-    "out_stride_token",
-    "out_stride_head",
-    "lse_stride_head",
-    "lse_stride_token",
-]
+
+
+class LatentCombineArguments(NamedTuple):
+    """The arguments of `latent_combine_kernel`, in their order.
+
+    Args:
+        out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
+        partial_out, partial_lse, splits, partial_rows: see `LatentOutput`.
+        query_start_loc: [reqs + 1] first token of each request.
+        num_segments: segments of the first launch.
+    """
+
+    out: Pointer
+    lse: Pointer
+    partial_out: Pointer
+    partial_lse: Pointer
+    splits: Pointer
+    query_start_loc: Pointer
+    num_reqs: Number
+    num_heads: Number
+    num_tokens: Number
+    partial_rows: Number
+    num_segments: Number
+    out_stride_token: Number
+    out_stride_head: Number
+    lse_stride_head: Number
+    lse_stride_token: Number
 
 
 @triton.jit
-def _store_rows(
-    out, lse, result, row_lse, token, head, is_row,
-    out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
-):  # fmt: skip
+def _store_rows(args, result, row_lse, token, head, is_row):
     """Store rows of the output and, unless it is None, of the log-sum-exp.
 
     Args:
+        args: `LatentCombineArguments`.
         result: [ROWS, RANK]; row_lse: [ROWS] in base 2.
         token, head, is_row: [ROWS].
     """
     column = tl.arange(0, RANK)
     token = token.to(tl.int64)
-    offset = token * out_stride_token + head * out_stride_head
+    offset = token * args.out_stride_token + head * args.out_stride_head
     # rows begin at a multiple of 16 bytes
-    address = tl.multiple_of(out + offset[:, None] + column[None, :], [1, 16])
-    tl.store(address, result.to(out.dtype.element_ty), mask=is_row[:, None])
-    if lse is not None:
-        offset = token * lse_stride_token + head.to(tl.int64) * lse_stride_head
-        tl.store(lse + offset, row_lse * LN_2, mask=is_row)
+    address = tl.multiple_of(args.out + offset[:, None] + column[None, :], [1, 16])
+    tl.store(address, result.to(args.out.dtype.element_ty), mask=is_row[:, None])
+    if args.lse is not None:
+        offset = (
+            token * args.lse_stride_token + head.to(tl.int64) * args.lse_stride_head
+        )
+        tl.store(args.lse + offset, row_lse * LN_2, mask=is_row)
 
 
 @triton.jit
@@ -69,12 +87,12 @@ def _fold_partials(acc, l_i, m_i, results, lse):
 
 @triton.jit
 def _combine_rows(
-    partial_out, partial_lse, partial_rows, row, is_row, first, last,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    args, row, is_row, first, last, ROWS: tl.constexpr, SPLITS: tl.constexpr
+):
     """Return the combined rows and their log-sum-exp.  # [ROWS, RANK], [ROWS]
 
     Args:
+        args: `LatentCombineArguments`.
         row, is_row: [ROWS] rows of the row tile, of which those of the request are combined.
         first, last: the row tile's segments.
     """
@@ -84,11 +102,11 @@ def _combine_rows(
         segment = begin + tl.arange(0, SPLITS)  # [SPLITS]
         is_partial = (segment <= last)[:, None] & is_row[None, :]  # [SPLITS, ROWS]
         partial = segment * 2 + (segment == first).to(tl.int32)
-        offset = partial.to(tl.int64)[:, None] * partial_rows + row[None, :]
-        lse = tl.load(partial_lse + offset, mask=is_partial, other=-float("inf"))
+        offset = partial.to(tl.int64)[:, None] * args.partial_rows + row[None, :]
+        lse = tl.load(args.partial_lse + offset, mask=is_partial, other=-float("inf"))
         # [SPLITS, ROWS, RANK]
         results = tl.load(
-            partial_out + offset[:, :, None] * RANK + column[None, None, :],
+            args.partial_out + offset[:, :, None] * RANK + column[None, None, :],
             mask=is_partial[:, :, None],
             other=0.0,
         )
@@ -106,34 +124,15 @@ def _find_split(splits, index, num_segments):
     return tl.min(tl.where(is_found, segment, MAX_SEGMENTS), 0)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
-def latent_combine_kernel(
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    splits,
-    query_start_loc,
-    num_reqs,
-    num_heads,
-    num_tokens,
-    partial_rows,
-    num_segments,
-    out_stride_token,
-    out_stride_head,
-    lse_stride_head,
-    lse_stride_token,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+@triton.jit
+def combine_latent_partials(args, ROWS: tl.constexpr, SPLITS: tl.constexpr):
     """Store the rows of split row tiles, and clear the rows of no request.
 
     Grid: (groups of ROWS rows of a row tile, split row tiles + 1). The programs of the last index
     clear the rows of no request.
 
     Args:
-        out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
-        partial_out, partial_lse, splits, partial_rows: see `LatentOutput`.
+        args: `LatentCombineArguments`.
         ROWS: rows per program.
         SPLITS: partial results that are loaded at once.
     """
@@ -141,28 +140,35 @@ def latent_combine_kernel(
     index = tl.program_id(1)
     in_group = tl.arange(0, ROWS)
     if index == tl.num_programs(1) - 1:
-        start = tl.load(query_start_loc + num_reqs).to(tl.int32)
-        end = (num_tokens - start) * num_heads
+        start = tl.load(args.query_start_loc + args.num_reqs).to(tl.int32)
+        end = (args.num_tokens - start) * args.num_heads
         for first_row in range(group * ROWS, end, tl.num_programs(0) * ROWS):
             row = first_row + in_group
             _store_rows(
-                out, lse, tl.zeros([ROWS, RANK], tl.float32),
+                args, tl.zeros([ROWS, RANK], tl.float32),
                 tl.full([ROWS], -float("inf"), tl.float32),
-                start + row // num_heads, row % num_heads, row < end,
-                out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
+                start + row // args.num_heads, row % args.num_heads, row < end,
             )  # fmt: skip
     else:
-        first = _find_split(splits, index, num_segments)
+        first = _find_split(args.splits, index, args.num_segments)
         if first < MAX_SEGMENTS:
-            last = tl.load(splits + 4 * first)
+            last = tl.load(args.splits + 4 * first)
             in_tile = group * ROWS + in_group
-            row = tl.load(splits + 4 * first + 1) + in_tile
-            is_row = in_tile < tl.load(splits + 4 * first + 2)
+            row = tl.load(args.splits + 4 * first + 1) + in_tile
+            is_row = in_tile < tl.load(args.splits + 4 * first + 2)
             result, row_lse = _combine_rows(
-                partial_out, partial_lse, partial_rows, in_tile, is_row, first, last,
+                args, in_tile, is_row, first, last,
                 ROWS, SPLITS,
             )  # fmt: skip
             _store_rows(
-                out, lse, result, row_lse, row // num_heads, row % num_heads, is_row,
-                out_stride_token, out_stride_head, lse_stride_head, lse_stride_token,
+                args, result, row_lse, row // args.num_heads, row % args.num_heads, is_row,
             )  # fmt: skip
+
+
+latent_combine_kernel = make_kernel(
+    "latent_combine_kernel",
+    combine_latent_partials,
+    LatentCombineArguments,
+    triton.jit,
+    is_aligned=True,
+)

@@ -32,13 +32,14 @@ from ....runtime.launcher import Launcher
 from ....runtime.workspace import find_workspace
 from ..common.chip import is_hopper
 from ..common.config import LOG2_E, SWIZZLED
+from ..common.entry import find_ends
 from ..common.plan import MAX_TENSOR_MAPS, Address
 from ..common.planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
 from ..common.warm import warm_every
-from .combination import Combination, lower_outputs
-from .combine import MAX_SEGMENTS
+from .combination import Combination, lower_splits
+from .combine import MAX_SEGMENTS, LatentCombineArguments
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
-from .kernel import latent_decode_kernel
+from .kernel import LatentArguments, latent_decode_kernel
 
 READ_OPTIONS = ("causal", "batch_invariant")
 OTHER_OPTIONS = [
@@ -166,10 +167,36 @@ class LatentDecodePlan:
         partial_lse, partial_out = numbers[splits:], numbers[splits + partials :]
         q_rows = SMALL_Q_ROWS if request_rows <= SMALL_Q_ROWS else BLOCK_M.value
         launcher = self.launcher(q_rows)
-        strides = (*out.stride()[:2], *((0, 0) if lse is None else lse.stride()))
-        outputs = (out, lse, partial_out, partial_lse, numbers)
-        others = (block_table, starts, lengths)
-        tokens = query.shape[0]
+        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
+        # both launches have them
+        common = {
+            "out": out,
+            "lse": lse,
+            "partial_out": partial_out,
+            "partial_lse": partial_lse,
+            "splits": numbers,
+            "query_start_loc": starts,
+            "num_reqs": num_reqs,
+            "num_heads": self.num_heads,
+            "partial_rows": partial_rows,
+            "out_stride_token": out.stride(0),
+            "out_stride_head": out.stride(1),
+            "lse_stride_head": lse_stride_head,
+            "lse_stride_token": lse_stride_token,
+        }
+        arguments = LatentArguments(
+            q_desc=query,
+            kv_desc=key,
+            block_table=block_table,
+            seq_lens=lengths,
+            scale_log2=call.scale * LOG2_E.value,
+            min_tiles=MIN_TILES,
+            kv_block_rows=self.kv_block_rows,
+            block_table_stride=block_table.stride(0),
+            **common,
+        )
+        num_maps, pointers, options = find_ends(LatentArguments)
+        tensors, tokens = arguments[:pointers], query.shape[0]
 
         def make_maps(q: int, k: int, *_: int) -> list[Any]:
             return self.tensor_maps(launcher, q_rows, tokens, q, k)
@@ -179,26 +206,19 @@ class LatentDecodePlan:
             maps = make_maps(query.data_ptr(), key.data_ptr())
         launcher(
             (segments, 1, 1),
-            [0 if each is None else each.data_ptr() for each in (*outputs, *others)],
-            (call.scale * LOG2_E.value,),
-            (
-                num_reqs,
-                self.num_heads,
-                MIN_TILES,
-                partial_rows,
-                self.kv_block_rows,
-                *strides,
-                block_table.stride(0),
-            ),
-            (query, key, *outputs, *others),
+            [
+                0 if tensor is None else tensor.data_ptr()
+                for tensor in tensors[num_maps:]
+            ],
+            arguments[pointers:options],
+            arguments[options:],
+            tensors,
             maps,
             make_maps,
         )
         self._combination.launch(
-            (*outputs, starts),
+            LatentCombineArguments(num_tokens=tokens, num_segments=segments, **common),
             min(segments, num_reqs * max_row_tiles),
-            partial_rows,
-            (num_reqs, self.num_heads, tokens, partial_rows, segments, *strides),
         )
 
     def launcher(self, q_rows: int) -> Launcher:
@@ -207,11 +227,11 @@ class LatentDecodePlan:
         if launcher is None:
 
             def lower(query: Tensor, cache: Tensor, *others: Any) -> tuple[Any, ...]:
-                return (
+                maps = (
                     self.describe_query(query.data_ptr(), query.shape[0], q_rows),
                     self.describe_cache(cache.data_ptr()),
-                    *lower_outputs(*others),
                 )
+                return lower_splits(LatentArguments, (*maps, *others))
 
             launcher = Launcher(
                 latent_decode_kernel,

@@ -10,6 +10,8 @@ A latent vector is loaded once and is key and value of all heads. Grid: one prog
 `schedule.py`.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import LINEAR, SWIZZLED
+from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
 from ..common.pipeline import Pipeline, allocate_barriers
 from ..prefill.producer import TmaTensor
 from .config import (
@@ -35,29 +38,41 @@ from .producer import produce
 from .schedule import LatentBatchArgs, find_latent_segment
 from .sync import LatentStorage
 
-# numbers that change from call to call, and must not make a specialization each
-NUMBERS = [
-    "num_reqs",
-    "num_heads",
-    "min_tiles",
-    "partial_rows",
-    "kv_block_rows",
-    "out_stride_token",
-    "out_stride_head",
-    "lse_stride_head",
-    "lse_stride_token",
-    "block_table_stride",
-]
-POINTERS = [
-    "out",
-    "lse",
-    "partial_out",
-    "partial_lse",
-    "splits",
-    "block_table",
-    "query_start_loc",
-    "seq_lens",
-]
+
+class LatentArguments(NamedTuple):
+    """The arguments of `latent_decode_kernel`, in their order.
+
+    Args:
+        q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
+        kv_desc: tensor map of the cache as rows.
+        out, lse, partial_out, partial_lse, splits, partial_rows: `LatentOutput`.
+        block_table, query_start_loc, seq_lens, num_reqs, num_heads: `LatentBatchArgs`.
+        scale_log2: the scale of the dot products times log2(e), positive.
+        min_tiles: KV tiles of a segment, at least.
+        kv_block_rows: rows from cache block to cache block.
+    """
+
+    q_desc: TensorMap
+    kv_desc: TensorMap
+    out: Pointer
+    lse: Pointer
+    partial_out: Pointer
+    partial_lse: Pointer
+    splits: Pointer
+    block_table: Pointer
+    query_start_loc: Pointer
+    seq_lens: Pointer
+    scale_log2: Option
+    num_reqs: Number
+    num_heads: Number
+    min_tiles: Number
+    partial_rows: Number
+    kv_block_rows: Number
+    out_stride_token: Number
+    out_stride_head: Number
+    lse_stride_head: Number
+    lse_stride_token: Number
+    block_table_stride: Number
 
 
 @gluon.jit
@@ -91,71 +106,51 @@ def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr)
     )
 
 
-# The arguments are flat for the reasons that the prefill kernel gives.
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def latent_decode_kernel(
-    q_desc,
-    kv_desc,
-    out,
-    lse,
-    partial_out,
-    partial_lse,
-    splits,
-    block_table,
-    query_start_loc,
-    seq_lens,
-    scale_log2,
-    num_reqs,
-    num_heads,
-    min_tiles,
-    partial_rows,
-    kv_block_rows,
-    out_stride_token,
-    out_stride_head,
-    lse_stride_head,
-    lse_stride_token,
-    block_table_stride,
-    BLOCK_SIZE: gl.constexpr,
-):
+@gluon.jit
+def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr):
     """Compute the attention of all requests of a batch to their latents.
 
     Args:
-        q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
-        kv_desc: tensor map of the cache as rows.
-        out, lse, partial_out, partial_lse, splits, partial_rows: `LatentOutput`.
-        block_table, query_start_loc, seq_lens: `LatentBatchArgs`.
-        scale_log2: the scale of the dot products times log2(e), positive.
-        min_tiles: KV tiles of a segment, at least.
-        kv_block_rows: rows from cache block to cache block.
+        args: `LatentArguments`.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
     """
     batch = LatentBatchArgs(
-        block_table, block_table_stride, query_start_loc, seq_lens, num_reqs, num_heads
+        block_table=args.block_table,
+        block_table_stride=args.block_table_stride,
+        query_start_loc=args.query_start_loc,
+        seq_lens=args.seq_lens,
+        num_reqs=args.num_reqs,
+        num_heads=args.num_heads,
     )
     output = LatentOutput(
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        splits,
-        partial_rows,
-        out_stride_token,
-        out_stride_head,
-        lse_stride_token,
-        lse_stride_head,
+        out=args.out,
+        lse=args.lse,
+        partial_out=args.partial_out,
+        partial_lse=args.partial_lse,
+        splits=args.splits,
+        partial_rows=args.partial_rows,
+        out_stride_token=args.out_stride_token,
+        out_stride_head=args.out_stride_head,
+        lse_stride_token=args.lse_stride_token,
+        lse_stride_head=args.lse_stride_head,
     )
-    kv = TmaTensor(kv_desc, kv_block_rows, 0, 0)
-    segment = find_latent_segment(batch, min_tiles)
+    kv = TmaTensor(args.kv_desc, args.kv_block_rows, 0, 0)
+    segment = find_latent_segment(batch, args.min_tiles)
     shared = _allocate(
-        kv_desc.dtype, q_desc.block_type.shape[0], kv_desc.block_type.shape[0]
+        kv.desc.dtype, args.q_desc.block_type.shape[0], kv.desc.block_type.shape[0]
     )
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume_scores, (shared, output, batch, segment, scale_log2)),
+            (consume_scores, (shared, output, batch, segment, args.scale_log2)),
             (consume_values, (shared, output, batch, segment)),
-            (produce, (shared, batch, q_desc, kv, segment, BLOCK_SIZE)),
+            (produce, (shared, batch, args.q_desc, kv, segment, BLOCK_SIZE)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+latent_decode_kernel = make_kernel(
+    "latent_decode_kernel", compute_latent_decodes, LatentArguments
+)

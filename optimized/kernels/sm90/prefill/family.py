@@ -69,13 +69,20 @@ def plan(call: AttentionCall) -> PrefillPlan:
         num_heads=num_heads,
         group_size=num_heads // call.key.shape[-2],
         tile_rows=WARPGROUP_M.value * config.CONSUMERS,
-        strides=(
-            *q_plane[4:],
-            *k_plane[3:],
-            *v_plane[3:],
-            *out_plane[4:],
-            *call.out.stride()[:2],
-        ),
+        strides={
+            "q_head_rows": q_plane.head_rows,
+            "q_head_columns": q_plane.head_columns,
+            "k_block_rows": k_plane.block_rows,
+            "k_head_rows": k_plane.head_rows,
+            "k_head_columns": k_plane.head_columns,
+            "v_block_rows": v_plane.block_rows,
+            "v_head_rows": v_plane.head_rows,
+            "v_head_columns": v_plane.head_columns,
+            "out_head_rows": out_plane.head_rows,
+            "out_head_columns": out_plane.head_columns,
+            "out_stride_token": call.out.stride(0),
+            "out_stride_head": call.out.stride(1),
+        },
         constants={"config": config},
     )
     if _has_step_of_heads(call, config):

@@ -13,6 +13,8 @@ a work item.
 Source: FlashAttention-3 (Shah et al. 2024) for the roles and the overlap of softmax with products.
 """
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,6 +34,7 @@ from ..common.config import (
     consumer_registers,
     count_q_stages,
 )
+from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
 from ..common.gluon_names import warp_specialize
 from ..common.pipeline import Pipeline, SharedStorage, allocate_barriers
 from ..common.score import ScoreArgs
@@ -42,40 +45,55 @@ from .padding import clear_and_produce_v
 from .producer import TmaTensor, produce_q_and_k
 from .scheduler import BatchArgs
 
-# numbers that change from call to call, and must not make a specialization each
-NUMBERS = [
-    "num_reqs",
-    "num_heads",
-    "group_size",
-    "max_decode_rows",
-    "q_head_rows",
-    "q_head_columns",
-    "k_block_rows",
-    "k_head_rows",
-    "k_head_columns",
-    "v_block_rows",
-    "v_head_rows",
-    "v_head_columns",
-    "out_head_rows",
-    "out_head_columns",
-    "out_stride_token",
-    "out_stride_head",
-    "lse_stride_head",
-    "lse_stride_token",
-    "block_table_stride",
-    "cleared_tokens",
-]
-POINTERS = [
-    "out",
-    "lse",
-    "block_table",
-    "query_start_loc",
-    "kv_lens",
-    "work_counter",
-    "sinks",
-    "k_scales",
-    "v_scales",
-]
+
+class PrefillArguments(NamedTuple):
+    """The arguments of `prefill_kernel`, in their order.
+
+    Args:
+        q_desc, k_desc, v_desc, out_desc: tensor maps; `TmaTensor` has their block and head steps.
+        out, lse: `OutputArgs`.
+        block_table, query_start_loc, kv_lens, num_reqs, num_heads, group_size, max_decode_rows:
+            `BatchArgs`.
+        work_counter: [2] int32, 0 before and after the launch.
+        sinks, k_scales, v_scales, scale_log2: `ScoreArgs`.
+        cleared_tokens: tokens of the output. Rows of those that belong to no request are cleared.
+            If 0, another launch clears them.
+    """
+
+    q_desc: TensorMap
+    k_desc: TensorMap
+    v_desc: TensorMap
+    out_desc: TensorMap
+    out: Pointer
+    lse: Pointer
+    block_table: Pointer
+    query_start_loc: Pointer
+    kv_lens: Pointer
+    work_counter: Pointer
+    sinks: Option
+    k_scales: Option
+    v_scales: Option
+    scale_log2: Option
+    num_reqs: Number
+    num_heads: Number
+    group_size: Number
+    max_decode_rows: Number
+    q_head_rows: Number
+    q_head_columns: Number
+    k_block_rows: Number
+    k_head_rows: Number
+    k_head_columns: Number
+    v_block_rows: Number
+    v_head_rows: Number
+    v_head_columns: Number
+    out_head_rows: Number
+    out_head_columns: Number
+    out_stride_token: Number
+    out_stride_head: Number
+    lse_stride_head: Number
+    lse_stride_token: Number
+    block_table_stride: Number
+    cleared_tokens: Number
 
 
 @gluon.jit
@@ -178,90 +196,46 @@ def run_roles(
     )
 
 
-# The arguments are flat, and grouped in the body, for two reasons: triton 3.6 and 3.7 specialize
-# the numbers in a tuple even if `do_not_specialize` names it, and the launcher fills them in order.
-@gluon.jit(do_not_specialize=NUMBERS, do_not_specialize_on_alignment=POINTERS)
-def prefill_kernel(
-    q_desc,
-    k_desc,
-    v_desc,
-    out_desc,
-    out,
-    lse,
-    block_table,
-    query_start_loc,
-    kv_lens,
-    work_counter,
-    sinks,
-    k_scales,
-    v_scales,
-    scale_log2,
-    num_reqs,
-    num_heads,
-    group_size,
-    max_decode_rows,
-    q_head_rows,
-    q_head_columns,
-    k_block_rows,
-    k_head_rows,
-    k_head_columns,
-    v_block_rows,
-    v_head_rows,
-    v_head_columns,
-    out_head_rows,
-    out_head_columns,
-    out_stride_token,
-    out_stride_head,
-    lse_stride_head,
-    lse_stride_token,
-    block_table_stride,
-    cleared_tokens,
-    config: gl.constexpr,
-):
+@gluon.jit
+def compute_prefills(args, config: gl.constexpr):
     """Compute the attention of all prefill requests of a batch.
 
     Args:
-        q_desc, k_desc, v_desc, out_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse: `OutputArgs`.
-        block_table, query_start_loc, kv_lens: `BatchArgs`.
-        work_counter: [2] int32, 0 before and after the launch.
-        sinks, k_scales, v_scales, scale_log2: `ScoreArgs`.
-        cleared_tokens: tokens of the output. Rows of those that belong to no request are cleared.
-            If 0, another launch clears them.
+        args: `PrefillArguments`.
         config: `Config`.
     """
     batch = BatchArgs(
-        block_table,
-        block_table_stride,
-        query_start_loc,
-        kv_lens,
-        num_reqs,
-        num_heads,
-        group_size,
-        max_decode_rows,
+        block_table=args.block_table,
+        block_table_stride=args.block_table_stride,
+        query_start_loc=args.query_start_loc,
+        kv_lens=args.kv_lens,
+        num_reqs=args.num_reqs,
+        num_heads=args.num_heads,
+        group_size=args.group_size,
+        max_decode_rows=args.max_decode_rows,
     )
-    q = TmaTensor(q_desc, 0, q_head_rows, q_head_columns)
-    k = TmaTensor(k_desc, k_block_rows, k_head_rows, k_head_columns)
-    v = TmaTensor(v_desc, v_block_rows, v_head_rows, v_head_columns)
+    q = TmaTensor(args.q_desc, 0, args.q_head_rows, args.q_head_columns)
+    k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
+    v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
     output = OutputArgs(
-        TmaTensor(out_desc, 0, out_head_rows, out_head_columns),
-        out,
-        lse,
-        out_stride_token,
-        out_stride_head,
-        lse_stride_token,
-        lse_stride_head,
+        plane=TmaTensor(args.out_desc, 0, args.out_head_rows, args.out_head_columns),
+        out=args.out,
+        lse=args.lse,
+        out_stride_token=args.out_stride_token,
+        out_stride_head=args.out_stride_head,
+        lse_stride_token=args.lse_stride_token,
+        lse_stride_head=args.lse_stride_head,
     )
-    score = ScoreArgs(scale_log2, sinks, k_scales, v_scales)
+    score = ScoreArgs(args.scale_log2, args.sinks, args.k_scales, args.v_scales)
     shared = allocate(
-        k_desc.dtype,
-        k_desc.block_type.shape[0],
-        v_desc.block_type.shape[0],
-        config,
+        k.desc.dtype, k.desc.block_type.shape[0], v.desc.block_type.shape[0], config
     )
     run_roles(
         consume, output, score, produce_q_and_k,
-        (shared, batch, q, k, work_counter, config),
-        clear_and_produce_v, (shared, batch, v, output, cleared_tokens, config),
+        (shared, batch, q, k, args.work_counter, config),
+        clear_and_produce_v, (shared, batch, v, output, args.cleared_tokens, config),
         shared, config,
     )  # fmt: skip
+
+
+prefill_kernel = make_kernel("prefill_kernel", compute_prefills, PrefillArguments)

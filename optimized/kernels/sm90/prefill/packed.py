@@ -12,8 +12,8 @@ memory as a warpgroup. An instruction names the tensor map, the coordinates and 
 so the code is the same for both boxes. The host encodes the map with the true one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -21,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import Launcher, is_profiled
 from ..common.config import WARPGROUP_M
+from ..common.entry import find_ends
 from ..common.plan import Address
 from .cost import packs_heads
 from .kernel import prefill_kernel
@@ -43,7 +44,7 @@ def plan_packed(base: PrefillPlan) -> "PackedPlan | None":
     config = base.config._replace(GROUP=group)
     # `box_rows` of the kernel, which only Triton calls: version 3.6 gives it a tuple
     box = (rows // 8, 8, config.HEAD_DIM)
-    return PackedPlan.derive(base, config, (box, *base.boxes[1:3], box), base.strides)
+    return PackedPlan.derive(base, config, (box, *base.boxes[1:3], box))
 
 
 @dataclass
@@ -72,22 +73,20 @@ class PackedPlan(PrefillPlan):
         self,
         call: AttentionCall,
         grid: tuple[int, int, int],
-        others: Sequence[Tensor | None],
-        options: Sequence[Tensor | float | None],
-        numbers: Sequence[int],
+        arguments: Any,
         may_be_converted: bool = False,
     ) -> None:
         """Launch the kernel, or set `is_usable` to False and launch nothing.
 
         Args:
-            call, grid, others, options, numbers, may_be_converted: as in `Sm90Plan`.
+            call, grid, arguments, may_be_converted: as in `Sm90Plan`.
         """
-        tensors = (call.query, call.key, call.value, *others)
-        self.is_usable = self.launcher.load(options, numbers, tensors)
+        _, pointers, options = find_ends(self.arguments)
+        self.is_usable = self.launcher.load(
+            arguments[pointers:options], arguments[options:], arguments[:pointers]
+        )
         if self.is_usable:
-            super().launch_with_maps(
-                call, grid, others, options, numbers, may_be_converted
-            )
+            super().launch_with_maps(call, grid, arguments, may_be_converted)
 
     def describe(
         self, index: int, tensor: Tensor | Address, extra_rows: int

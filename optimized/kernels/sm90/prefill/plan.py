@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from ....runtime.workspace import find_workspace
 from ..common.config import LOG2_E, WARPGROUP_M
 from ..common.plan import Sm90Plan
 from .cost import estimate_hopper_prefill
-from .kernel import prefill_kernel
+from .kernel import PrefillArguments, prefill_kernel
 
 
 @dataclass
@@ -23,12 +24,12 @@ class PrefillPlan(Sm90Plan):
     """Launches of the Hopper prefill kernel for all calls with one signature.
 
     Args:
-        strides: the kernel's arguments from `q_head_rows` to `out_stride_head`.
         packed: Optional. The plan for short requests, whose tiles have all query heads of a KV
             head (`PackedPlan`). If None, this plan computes all calls.
         is_usable: whether a launch has not found that this version of Triton cannot make it.
     """
 
+    arguments: ClassVar[Any] = PrefillArguments
     packed: "PrefillPlan | None" = None
     is_usable: bool = True
 
@@ -113,28 +114,34 @@ class PrefillPlan(Sm90Plan):
         num_items = (query.shape[0] // tile_tokens + num_reqs) * num_heads
         grid = (min(num_items, count_processors(query.device)), 1, 1)
         work_counter = find_workspace(query.device, 2, 0)[0]
-        starts = call.query_start_loc
-        others = (out, lse, block_table, starts, call.lengths, work_counter)
-        # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
-        numbers = (
-            num_reqs,
-            num_heads,
-            self.group_size // group,
-            short_rows // group,
-            *self.strides,
-            *((0, 0) if lse is None else lse.stride()),
-            0 if block_table is None else block_table.stride(0),
-            query.shape[0] if self.clears_padding and not short_rows else 0,
+        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
+        k_scales, v_scales = scales
+        arguments = PrefillArguments(
+            q_desc=query,
+            k_desc=call.key,
+            v_desc=call.value,
+            out_desc=out,
+            out=out,
+            lse=lse,
+            block_table=block_table,
+            query_start_loc=call.query_start_loc,
+            kv_lens=call.lengths,
+            work_counter=work_counter,
+            sinks=None if sinks is None else sinks.contiguous(),
+            k_scales=k_scales,
+            v_scales=v_scales,
+            scale_log2=call.scale * LOG2_E.value,
+            num_reqs=num_reqs,
+            # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
+            num_heads=num_heads,
+            group_size=self.group_size // group,
+            max_decode_rows=short_rows // group,
+            **self.strides,
+            lse_stride_head=lse_stride_head,
+            lse_stride_token=lse_stride_token,
+            block_table_stride=0 if block_table is None else block_table.stride(0),
+            cleared_tokens=query.shape[0]
+            if self.clears_padding and not short_rows
+            else 0,
         )
-        self.launch_with_maps(
-            call,
-            grid,
-            others,
-            (
-                None if sinks is None else sinks.contiguous(),
-                *scales,
-                call.scale * LOG2_E.value,
-            ),
-            numbers,
-            may_be_converted=True,
-        )
+        self.launch_with_maps(call, grid, arguments, may_be_converted=True)
