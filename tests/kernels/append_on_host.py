@@ -8,7 +8,7 @@ import numpy as np
 import sm90_on_host
 from pagetwin.optimized.kernels.sm90.append import producer, segments
 from pagetwin.optimized.kernels.sm90.common import tile_range, work_item
-from pagetwin.optimized.kernels.sm90.common.config import Config
+from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
 from pagetwin.optimized.kernels.sm90.prefill import scheduler
 
 CONSTANTS = ("REQS_PER_PASS", "MAX_SEGMENTS", "SPANS", "WORK_STAGES")
@@ -94,7 +94,7 @@ def run_segments(
     query_lens: tuple[int, ...],
     kv_lens: tuple[int, ...],
     num_segments: int,
-    config: Config,
+    config: Sm90Config,
     tile_tokens: int,
     mutations: tuple[tuple[str, str], ...] = (),
 ) -> list[Item]:

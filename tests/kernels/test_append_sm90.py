@@ -21,7 +21,7 @@ from pagetwin.optimized.kernels.portable.host.plans import PortableAppendPlan
 from pagetwin.optimized.kernels.sm90.append import family
 from pagetwin.optimized.kernels.sm90.append.cost import count_partials, segment_length
 from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
-from pagetwin.optimized.kernels.sm90.common.config import Config
+from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
 from pagetwin.optimized.runtime import workspace
 from pagetwin.optimized.runtime.family import Task
 from support.compile_prefill_sm90 import BF16, FP16
@@ -50,7 +50,7 @@ SHAPES = {
 }
 
 
-def visible_tiles(config: Config, first: int, end: int, kv_len: int) -> range:
+def visible_tiles(config: Sm90Config, first: int, end: int, kv_len: int) -> range:
     """Return the KV tiles with a key that tokens at these positions attend to."""
     keys = np.arange(max(kv_len, 0))
     begin = max(0, first - config.WINDOW + 1) if config.WINDOW else 0
@@ -68,7 +68,7 @@ def check_segments(*mutations: tuple[str, str]) -> None:
     for (query_lens, kv_lens), window, num_segments in itertools.product(
         SHAPES.values(), (0, 200), (1, 4, 13)
     ):
-        config = Config(128, 128, 16, 128, 2, True, window, GROUP=4, SPLIT_TILES=1)
+        config = Sm90Config(128, 128, 16, 128, 2, True, window, GROUP=4, SPLIT_TILES=1)
         items = run_segments(
             query_lens, kv_lens, num_segments, config, tile_tokens, mutations
         )
@@ -167,7 +167,7 @@ def test_the_cost_model_cuts_query_tiles_as_the_kernel_does(
     reqs: int, query_len: int, kv_len: int, num_segments: int
 ) -> None:
     """Its partial results are an upper bound, and exact if no query tile is cut unevenly."""
-    config = Config(128, 128, 16, 128, 2, False, GROUP=4, SPLIT_TILES=1)
+    config = Sm90Config(128, 128, 16, 128, 2, False, GROUP=4, SPLIT_TILES=1)
     items = run_segments(
         (query_len,) * reqs, (kv_len,) * reqs, num_segments, config, 32
     )

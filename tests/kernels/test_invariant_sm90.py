@@ -18,7 +18,7 @@ from pagetwin.optimized.kernels.sm90.common.config import (
     MASK_BEGIN,
     MASK_END,
     WARPGROUP_M,
-    Config,
+    Sm90Config,
     choose_consumers,
     choose_masks,
 )
@@ -107,7 +107,11 @@ def part_of(
 
 
 def check_splits(
-    names: dict[str, Any], config: Config, query_len: int, kv_len: int, num_splits: int
+    names: dict[str, Any],
+    config: Sm90Config,
+    query_len: int,
+    kv_len: int,
+    num_splits: int,
 ) -> None:
     """Assert that the work items of a query tile divide its KV tiles at the bounds of splits.
 
@@ -178,7 +182,7 @@ def check_all_splits(*mutations: tuple[str, str]) -> None:
     for head_dim, block_n in ((64, 64), (128, 128)):
         for group, window in itertools.product((1, 4, 64), (0, 70, 330)):
             for causal in (True, False) if not window else (True,):
-                config = Config(
+                config = Sm90Config(
                     head_dim, head_dim, 16, block_n, 2, causal, window, GROUP=group,
                     SPLIT_TILES=2, CONSUMERS=choose_consumers(head_dim, True),
                 )  # fmt: skip

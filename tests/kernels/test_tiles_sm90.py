@@ -9,7 +9,7 @@ import pytest
 from pagetwin.optimized.kernels.sm90.common.config import (
     MASK_BEGIN,
     MASK_END,
-    Config,
+    Sm90Config,
     choose_consumers,
     choose_masks,
     count_tokens,
@@ -20,7 +20,7 @@ from sm90_on_host import Int32, run_on_host
 
 
 def check_tiles(
-    names: dict[str, Any], config: Config, query_len: int, kv_len: int
+    names: dict[str, Any], config: Sm90Config, query_len: int, kv_len: int
 ) -> None:
     """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
     consumers = config.CONSUMERS
@@ -96,7 +96,7 @@ def check_all_tiles(*mutations: tuple[str, str]) -> None:
         for window, chunk_size in limits:
             causals = (True,) if window or chunk_size else (True, False)
             for causal, shape in itertools.product(causals, shapes):
-                config = Config(
+                config = Sm90Config(
                     head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
                     GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
                 )  # fmt: skip

@@ -39,7 +39,7 @@ def consume_segment(
 
     Args:
         shared: `SharedStorage`.
-        output: `OutputArgs`.
+        output: `AppendOutput`.
         score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """

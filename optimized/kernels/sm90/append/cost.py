@@ -61,7 +61,7 @@ def choose_append_rows(row_tiles: tuple[int, ...], rows: int) -> int:
         row_tiles: rows of each query tile, fewest first.
         rows: rows of the longest request.
     """
-    return next((each for each in row_tiles if rows <= each), row_tiles[-1])
+    return next((tile for tile in row_tiles if rows <= tile), row_tiles[-1])
 
 
 def estimate_segments(

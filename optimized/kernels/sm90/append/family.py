@@ -23,7 +23,13 @@ from ....runtime.family import (
 from ....runtime.launcher import Launcher, next_power_of_2
 from ....runtime.workspace import find_workspace
 from ..common.chip import is_hopper
-from ..common.config import BOX_COLUMNS, LOG2_E, WARPGROUP_M, Config, choose_consumers
+from ..common.config import (
+    BOX_COLUMNS,
+    LOG2_E,
+    WARPGROUP_M,
+    Sm90Config,
+    choose_consumers,
+)
 from ..common.plan import Sm90Plan
 from ..common.planes import takes_groups
 from ..prefill import family as sm90
@@ -67,7 +73,7 @@ NARROW_STAGES = 3
 """K tiles, and V tiles, in flight with one consumer warpgroup, whose queries take less memory."""
 
 
-def has_narrow_tile(config: Config) -> bool:
+def has_narrow_tile(config: Sm90Config) -> bool:
     """Return whether calls whose requests have few rows get one consumer warpgroup.
 
     A second warpgroup takes time even without a row. With one warpgroup and a third stage, 1

@@ -18,7 +18,7 @@ from ..prefill.producer import TmaTensor, produce_v
 from ..prefill.scheduler import BatchArgs
 from .consumer import consume_segment
 from .producer import produce_q_and_k
-from .rows import OutputArgs
+from .rows import AppendOutput
 from .segments import SPANS, find_segment
 
 
@@ -28,7 +28,7 @@ class AppendArguments(NamedTuple):
     Args:
         q_desc: tensor map of the queries, with boxes of tokens, heads and columns.
         k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse, partials, semaphores, partial_rows, num_tokens, group_size: `OutputArgs`.
+        out, lse, partials, semaphores, partial_rows, num_tokens, group_size: `AppendOutput`.
         block_table, query_start_loc, kv_lens, num_reqs: `BatchArgs`.
         sinks, scale_log2: `ScoreArgs`.
         min_tiles: KV tiles of a segment, at least.
@@ -70,7 +70,7 @@ def compute_appends(args, config: gl.constexpr):
 
     Args:
         args: `AppendArguments`.
-        config: `Config`.
+        config: `Sm90Config`.
     """
     batch = BatchArgs(
         block_table=args.block_table,
@@ -84,7 +84,7 @@ def compute_appends(args, config: gl.constexpr):
     )
     k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
     v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = OutputArgs(
+    output = AppendOutput(
         out=args.out,
         lse=args.lse,
         partials=args.partials,

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-class OutputArgs(NamedTuple):
+class AppendOutput(NamedTuple):
     """Results and partial results, as the kernel's arguments describe them.
 
     Args:
@@ -47,7 +47,7 @@ def _locate_rows(output, first, segment, row):
     """Return the index of rows among the rows of all partial results, and how many there are.
 
     Args:
-        output: `OutputArgs`.
+        output: `AppendOutput`.
         first: segment in which the query tile begins.
         segment, row: segment of the partial result, and row of the query tile.
     """
@@ -66,7 +66,7 @@ def locate_partial(
     """Return pointers to the rows of a partial result, and to their log-sum-exps.
 
     Args:
-        output: `OutputArgs`.
+        output: `AppendOutput`.
         first: segment in which the query tile begins.
         segment: of the partial result.
         row: [rows] of the query tile.

@@ -22,7 +22,7 @@ SPANS = gl.constexpr(MAX_SEGMENTS.value**2)
 the segments with KV tiles of its query tile."""
 
 
-class Segment(NamedTuple):
+class AppendSegment(NamedTuple):
     """A program's share of the concatenated KV tiles of a KV head.
 
     Args:
@@ -156,7 +156,7 @@ def find_segment(
     config: gl.constexpr,
     TILE_TOKENS: gl.constexpr,
 ):
-    """Return a program's `Segment`.
+    """Return a program's `AppendSegment`.
 
     Args:
         batch: `BatchArgs`.
@@ -192,7 +192,7 @@ def find_segment(
         first_tile = gl.maximum(first_tile, found[3])
     # the request that reaches over the end is in the segment too
     end_req = gl.where(begin < end, end_req + 1, first_req)
-    return Segment(first_req, end_req, first_tile, begin, end, length)
+    return AppendSegment(first_req, end_req, first_tile, begin, end, length)
 
 
 @gluon.jit
@@ -212,7 +212,7 @@ def locate_item(
     first tile of the segment, in the sequence.
 
     Args:
-        segment: `Segment`.
+        segment: `AppendSegment`.
         req, request, tiles: the request, its `RequestBounds` and its `RequestTiles`.
         query_tile: index of the query tile in the request.
         tile_index: index of the query tile's first KV tile among all tiles.

@@ -22,7 +22,7 @@ from ..common.work_item import NO_WORK, find_rows, receive_work
 from ..prefill.epilogue import normalize
 
 
-class PartialArgs(NamedTuple):
+class PrefixOutput(NamedTuple):
     """Partial results over the prefix, which the second launch of a cascade merges.
 
     Args:
@@ -49,7 +49,7 @@ def consume_prefix(
 
     Args:
         shared: `SharedStorage`.
-        output: `PartialArgs`.
+        output: `PrefixOutput`.
         score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """

@@ -16,7 +16,7 @@ from ..common.score import ScoreArgs
 from ..prefill.kernel import allocate, run_roles
 from ..prefill.producer import TmaTensor, produce_v
 from ..prefill.scheduler import BatchArgs
-from .consumer import PartialArgs, consume_prefix
+from .consumer import PrefixOutput, consume_prefix
 from .producer import produce_q_and_k
 from .scheduler import PrefixRows
 
@@ -28,7 +28,7 @@ class PrefixArguments(NamedTuple):
 
     Args:
         q_desc, k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        prefix_out, prefix_lse: `PartialArgs`.
+        prefix_out, prefix_lse: `PrefixOutput`.
         block_table: [max_blocks] row 0 of the block table.
         scale_log2: `ScoreArgs`.
         num_tokens, prefix_len, split_len, num_heads: `PrefixRows`.
@@ -79,7 +79,7 @@ def compute_prefix(args, config: gl.constexpr):
 
     Args:
         args: `PrefixArguments`.
-        config: `Config`, not causal.
+        config: `Sm90Config`, not causal.
     """
     launch_dependents()
     batch = BatchArgs(
@@ -102,7 +102,7 @@ def compute_prefix(args, config: gl.constexpr):
     q = TmaTensor(args.q_desc, 0, args.q_head_rows, args.q_head_columns)
     k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
     v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = PartialArgs(
+    output = PrefixOutput(
         out=args.prefix_out,
         lse=args.prefix_lse,
         num_tokens=args.num_tokens,

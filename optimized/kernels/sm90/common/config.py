@@ -34,7 +34,7 @@ LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
 """Shared-memory layout of a vector."""
 
 
-class Config(NamedTuple):
+class Sm90Config(NamedTuple):
     """Compile-time constants of a launch plan. An option that is off generates no code.
 
     Args:
@@ -100,7 +100,7 @@ def choose_block_n(head_dim: int, window: int, chunk_size: int) -> int:
 
     Args:
         head_dim: columns of a head's tiles.
-        window, chunk_size: those of `Config`; 0 without.
+        window, chunk_size: those of `Sm90Config`; 0 without.
     """
     is_short = 0 < window <= NARROW_TILE_KEYS or 0 < chunk_size <= NARROW_TILE_KEYS
     return 64 if head_dim == 256 or (head_dim == 64 and is_short) else 128

@@ -47,7 +47,7 @@ def warp_specialize(roles, num_warps, registers, _semantic=None, _generator=None
         num_warps, registers: warps of each further role, and registers per thread.
     """
     functions = [getattr(role[0], "value", role[0]) for role in roles]
-    pairs = [(each, role[1]) for each, role in zip(functions, roles, strict=True)]
+    pairs = [(body, role[1]) for body, role in zip(functions, roles, strict=True)]
     return gl.warp_specialize(
         pairs, num_warps, registers, _semantic=_semantic, _generator=_generator
     )

@@ -60,8 +60,8 @@ class PipelineState:
 
 
 @aggregate
-class Pipeline:
-    """The mbarriers of a ring of stages.
+class MbarrierRing:
+    """The mbarriers of a pipeline, a ring of stages.
 
     Args:
         full: [num_stages, 1] completes a phase when the stage is filled.

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import Launcher
-from .config import SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Config
+from .config import SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Sm90Config
 from .entry import find_ends
 from .planes import BOX_MARGIN, MAX_COORDINATE, Plane
 
@@ -76,7 +76,7 @@ class Sm90Plan:
     def derive(
         cls: type[PlanType],
         base: "Sm90Plan",
-        config: Config,
+        config: Sm90Config,
         boxes: tuple[Box, Box, Box, Box],
     ) -> PlanType:
         """Return a plan for the calls of another plan, of a kernel with other work items.
@@ -102,9 +102,9 @@ class Sm90Plan:
         )
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Sm90Config:
         """The kernel's constants."""
-        config: Config = self.constants["config"]
+        config: Sm90Config = self.constants["config"]
         return config
 
     def takes(self, call: AttentionCall) -> bool:

@@ -28,7 +28,9 @@ READ_OPTIONS = (
     "sinks",
 )
 OTHER_OPTIONS = [
-    each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
+    option.name
+    for option in fields(AttentionOptions)
+    if option.name not in READ_OPTIONS
 ]
 """Options that this kernel does not support: each must be None."""
 get_other_options = attrgetter(*OTHER_OPTIONS)
@@ -61,7 +63,7 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
     query, key, value, block_table = call[:4]
     if type(call.options.causal) is not bool:
         return None
-    if any(each is not None for each in get_other_options(call.options)):
+    if any(option is not None for option in get_other_options(call.options)):
         return None
     has_lower_bound = (
         call.options.sliding_window is not None
@@ -82,7 +84,8 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
     if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):
         return None
     q_plane, k_plane, v_plane, out_plane = (
-        find_plane(each.shape, each.stride()) for each in (query, key, value, call.out)
+        find_plane(tensor.shape, tensor.stride())
+        for tensor in (query, key, value, call.out)
     )
     if q_plane is None or k_plane is None or v_plane is None or out_plane is None:
         return None
@@ -117,7 +120,7 @@ def find_plane(shape: tuple[int, ...], strides: tuple[int, ...]) -> Plane | None
     block_rows = blocks = 0
     if 0 in shape or strides[-1] != 1 or min(strides) < 0 or stride < head_size:
         return None
-    if any(each % 8 for each in strides[:-1]) or max(strides) > MAX_COORDINATE:
+    if any(step % 8 for step in strides[:-1]) or max(strides) > MAX_COORDINATE:
         return None
     if len(shape) == 4:
         blocks = shape[0] - 1

@@ -29,7 +29,7 @@ def _exp2_of_8() -> str:
     """
     # 0.07826797, 0.22630768, 0.69542435, 1.0 and -127.0 and 1.5 * 2**23
     cubic = ("0f3DA04AF5", "0f3E67BD33", "0f3F320754", "0f3F800000")
-    by_mufu = [f"ex2.approx.ftz.f32 ${each}, ${each + 8};" for each in range(7)]
+    by_mufu = [f"ex2.approx.ftz.f32 ${number}, ${number + 8};" for number in range(7)]
     by_polynomial = [
         "max.ftz.f32 x, $15, 0fC2FE0000;",
         "add.rm.ftz.f32 down, x, 0f4B400000;",

@@ -48,7 +48,9 @@ READ_OPTIONS = (
     "out_scale",
 )
 OTHER_OPTIONS = [
-    each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
+    option.name
+    for option in fields(AttentionOptions)
+    if option.name not in READ_OPTIONS
 ]
 """Options that this kernel does not support: each must be None."""
 
@@ -96,7 +98,7 @@ def takes_signature(
     )  # fmt: skip
     return (
         strides.k_element == strides.v_element == 1
-        and not any(each % 16 for each in steps)
+        and not any(step % 16 for step in steps)
         and min(steps) >= 0
     )
 

@@ -51,7 +51,7 @@ def consume_splits(
 
     Args:
         shared: `SharedStorage`.
-        output: `OutputArgs`.
+        output: `InvariantOutput`.
         score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """

@@ -92,7 +92,10 @@ class InvariantPlan(Sm90Plan):
 
     def __post_init__(self) -> None:
         """Create the launchers."""
-        kernels = (invariant_kernel, self.lower), (fold_kernel, lambda *each: each)
+        kernels = (
+            (invariant_kernel, self.lower),
+            (fold_kernel, lambda *tensors: tensors),
+        )
         self.launcher, self._folder = (
             Launcher(kernel, lower, self.constants, num_warps=4, num_stages=1)
             for kernel, lower in kernels

@@ -18,7 +18,13 @@ from ..prefill.scheduler import BatchArgs
 from .consumer import consume_splits
 from .fold import fold, normalize_state
 from .producer import produce_q_and_k
-from .rows import OutputArgs, count_live_tokens, locate_states, store_lse, store_rows
+from .rows import (
+    InvariantOutput,
+    count_live_tokens,
+    locate_states,
+    store_lse,
+    store_rows,
+)
 
 ROWS = gl.constexpr(8)
 """Rows that a program of the second kernel folds."""
@@ -30,7 +36,7 @@ class InvariantArguments(NamedTuple):
     Args:
         q_desc, out_desc: tensor maps, with boxes of tokens, heads and columns.
         k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse, states, num_tokens, num_heads, group_size: `OutputArgs`.
+        out, lse, states, num_tokens, num_heads, group_size: `InvariantOutput`.
         block_table, query_start_loc, kv_lens, num_reqs: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
         sinks, scale_log2: `ScoreArgs`.
@@ -99,7 +105,7 @@ def compute_splits(args, config: gl.constexpr):
 
     Args:
         args: `InvariantArguments`.
-        config: `Config`.
+        config: `Sm90Config`.
     """
     batch = BatchArgs(
         block_table=args.block_table,
@@ -114,7 +120,7 @@ def compute_splits(args, config: gl.constexpr):
     )
     k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
     v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = OutputArgs(
+    output = InvariantOutput(
         desc=args.out_desc,
         out=args.out,
         lse=args.lse,
@@ -152,7 +158,7 @@ def fold_splits(args, config: gl.constexpr):
 
     Args:
         args: `FoldArguments`.
-        config: `Config`.
+        config: `Sm90Config`.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)

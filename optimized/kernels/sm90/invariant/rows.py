@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-class OutputArgs(NamedTuple):
+class InvariantOutput(NamedTuple):
     """Results, and memory for states of splits, as the kernels' arguments describe them.
 
     Args:
@@ -54,7 +54,7 @@ def store_rows(output, acc, token, head, is_row, config: gl.constexpr):
     """Store rows of the output.
 
     Args:
-        output: `OutputArgs`.
+        output: `InvariantOutput`.
         acc: [rows, HEAD_DIM].
         token, head, is_row: [rows].
     """
@@ -86,7 +86,7 @@ def locate_states(
     """Return pointers to the accumulators, maxima and sums of rows in one split.
 
     Args:
-        output: `OutputArgs`.
+        output: `InvariantOutput`.
         token, head: [rows].
         begin: offset of the shared states in `output.states`.
 

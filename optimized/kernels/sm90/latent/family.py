@@ -43,7 +43,9 @@ from .kernel import LatentArguments, latent_decode_kernel
 
 READ_OPTIONS = ("causal", "batch_invariant")
 OTHER_OPTIONS = [
-    each.name for each in fields(AttentionOptions) if each.name not in READ_OPTIONS
+    option.name
+    for option in fields(AttentionOptions)
+    if option.name not in READ_OPTIONS
 ]
 """Options that this kernel does not support: each must be None."""
 get_other_options = attrgetter(*OTHER_OPTIONS)
@@ -297,7 +299,7 @@ def _is_latent_decode(call: AttentionCall) -> bool:
     query, key, value, block_table = call[:4]
     if call.options.causal is not True or call.options.batch_invariant:
         return False
-    if any(each is not None for each in get_other_options(call.options)):
+    if any(option is not None for option in get_other_options(call.options)):
         return False
     if block_table is None or block_table.stride(1) != 1:
         return False
@@ -314,7 +316,7 @@ def _is_latent_decode(call: AttentionCall) -> bool:
         return False
     if stride % 8 or key.stride(0) % stride or key.stride(0) < 0:
         return False
-    if call.out.stride(2) != 1 or any(each % 8 for each in call.out.stride()[:2]):
+    if call.out.stride(2) != 1 or any(stride % 8 for stride in call.out.stride()[:2]):
         return False
     # offsets of heads have 32 bits
     if query.shape[1] * call.out.stride(1) > MAX_COORDINATE:

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import LINEAR, SWIZZLED
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
-from ..common.pipeline import Pipeline, allocate_barriers
+from ..common.pipeline import MbarrierRing, allocate_barriers
 from ..prefill.producer import TmaTensor
 from .config import (
     BLOCK_M,
@@ -90,9 +90,9 @@ def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr)
     rope = gl.allocate_shared_memory(dtype, [BOXES, box_rows, BOX_COLUMNS], SWIZZLED)
     p = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SWIZZLED)
     alpha = gl.allocate_shared_memory(gl.float32, [BLOCK_M], LINEAR)
-    q_pipe = Pipeline(allocate_barriers(1), allocate_barriers(1))
-    pipe_0 = Pipeline(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
-    pipe_1 = Pipeline(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
+    q_pipe = MbarrierRing(allocate_barriers(1), allocate_barriers(1))
+    pipe_0 = MbarrierRing(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
+    pipe_1 = MbarrierRing(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
     q_pipe.init_stage(0, 1)
     for i in gl.static_range(STAGES):
         pipe_0.init_stage(i, 1)

@@ -41,7 +41,7 @@ def consume(
 
     Args:
         shared: `SharedStorage`.
-        output: `OutputArgs`.
+        output: `PrefillOutput`.
         score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """

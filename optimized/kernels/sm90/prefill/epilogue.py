@@ -18,7 +18,7 @@ from ..common.gluon_names import async_store
 from ..common.softmax import rescale
 
 
-class OutputArgs(NamedTuple):
+class PrefillOutput(NamedTuple):
     """The output and its log-sum-exp, as the kernel's arguments describe them.
 
     Args:
@@ -89,7 +89,7 @@ def store_tile(
     would overwrite the next head. So are outputs of float32, which do not fit the query tile.
 
     Args:
-        output: `OutputArgs`.
+        output: `PrefillOutput`.
         q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
         staging: the same memory in the shape of a TMA box of the output.
         acc: [WARPGROUP_M, columns] of each part of `acc_columns`, normalized rows.

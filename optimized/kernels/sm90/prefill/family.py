@@ -15,7 +15,7 @@ from ..common.chip import is_hopper
 from ..common.config import (
     BOX_COLUMNS,
     WARPGROUP_M,
-    Config,
+    Sm90Config,
     choose_block_n,
     choose_consumers,
     choose_group,
@@ -58,7 +58,7 @@ def plan(call: AttentionCall) -> PrefillPlan:
     boxes = _choose_boxes(call, config)
     if len(boxes[1]) == 3:
         # the map of keys or values has the rows of one head
-        k_plane, v_plane = (each._replace(head_rows=0) for each in (k_plane, v_plane))
+        k_plane, v_plane = (plane._replace(head_rows=0) for plane in (k_plane, v_plane))
     num_heads = call.query.shape[1]
     made = PrefillPlan(
         dtype=call.query.dtype,
@@ -90,14 +90,14 @@ def plan(call: AttentionCall) -> PrefillPlan:
     return made
 
 
-def _make_config(call: AttentionCall) -> Config:
+def _make_config(call: AttentionCall) -> Sm90Config:
     """Return the kernel's constants."""
     options: Any = call.options
     head_size = call.value.shape[-1]
     head_dim = pad_head_size(head_size)
     window, chunk_size = options.sliding_window or 0, options.attention_chunk_size or 0
     block_n = choose_block_n(head_dim, window, chunk_size)
-    config = Config(
+    config = Sm90Config(
         HEAD_SIZE=head_size,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=0 if call.block_table is None else call.key.shape[1],
@@ -120,7 +120,7 @@ def _make_config(call: AttentionCall) -> Config:
     return config._replace(GROUP=choose_group(group_size))
 
 
-def _choose_boxes(call: AttentionCall, config: Config) -> tuple[Box, Box, Box, Box]:
+def _choose_boxes(call: AttentionCall, config: Sm90Config) -> tuple[Box, Box, Box, Box]:
     """Return the TMA boxes of queries, keys, values and the output."""
     rows, columns = WARPGROUP_M.value, BOX_COLUMNS.value
     is_padded = config.HEAD_SIZE < config.HEAD_DIM
@@ -137,7 +137,7 @@ def _choose_boxes(call: AttentionCall, config: Config) -> tuple[Box, Box, Box, B
     return q_box, kv_box, kv_box, out_box
 
 
-def _has_step_of_heads(call: AttentionCall, config: Config) -> bool:
+def _has_step_of_heads(call: AttentionCall, config: Sm90Config) -> bool:
     """Return whether queries may have boxes of tokens, heads and columns."""
     return not config.TAIL_DIM and call.query.stride(1) > 0
 

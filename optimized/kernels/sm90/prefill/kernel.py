@@ -36,11 +36,11 @@ from ..common.config import (
 )
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
 from ..common.gluon_names import warp_specialize
-from ..common.pipeline import Pipeline, SharedStorage, allocate_barriers
+from ..common.pipeline import MbarrierRing, SharedStorage, allocate_barriers
 from ..common.score import ScoreArgs
 from ..common.work_item import WORK_FIELDS
 from .consumer import consume
-from .epilogue import OutputArgs
+from .epilogue import PrefillOutput
 from .padding import clear_and_produce_v
 from .producer import TmaTensor, produce_q_and_k
 from .scheduler import BatchArgs
@@ -51,7 +51,7 @@ class PrefillArguments(NamedTuple):
 
     Args:
         q_desc, k_desc, v_desc, out_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse: `OutputArgs`.
+        out, lse: `PrefillOutput`.
         block_table, query_start_loc, kv_lens, num_reqs, num_heads, group_size, max_decode_rows:
             `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
@@ -131,10 +131,12 @@ def allocate(
     work = gl.allocate_shared_memory(
         gl.int32, [WORK_STAGES, WARP_SIZE * WORK_FIELDS], LINEAR
     )
-    q_pipe = Pipeline(allocate_barriers(Q_STAGES), allocate_barriers(Q_STAGES))
-    k_pipe = Pipeline(allocate_barriers(STAGES), allocate_barriers(STAGES))
-    v_pipe = Pipeline(allocate_barriers(STAGES + 1), k_pipe.empty)
-    work_pipe = Pipeline(allocate_barriers(WORK_STAGES), allocate_barriers(WORK_STAGES))
+    q_pipe = MbarrierRing(allocate_barriers(Q_STAGES), allocate_barriers(Q_STAGES))
+    k_pipe = MbarrierRing(allocate_barriers(STAGES), allocate_barriers(STAGES))
+    v_pipe = MbarrierRing(allocate_barriers(STAGES + 1), k_pipe.empty)
+    work_pipe = MbarrierRing(
+        allocate_barriers(WORK_STAGES), allocate_barriers(WORK_STAGES)
+    )
     never = allocate_barriers(1)
     # Full and empty barriers alternate, and the two rings share a loop, because triton 3.6
     # synchronizes the CTA between two writes to one array.
@@ -202,7 +204,7 @@ def compute_prefills(args, config: gl.constexpr):
 
     Args:
         args: `PrefillArguments`.
-        config: `Config`.
+        config: `Sm90Config`.
     """
     batch = BatchArgs(
         block_table=args.block_table,
@@ -217,7 +219,7 @@ def compute_prefills(args, config: gl.constexpr):
     q = TmaTensor(args.q_desc, 0, args.q_head_rows, args.q_head_columns)
     k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
     v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = OutputArgs(
+    output = PrefillOutput(
         plane=TmaTensor(args.out_desc, 0, args.out_head_rows, args.out_head_columns),
         out=args.out,
         lse=args.lse,

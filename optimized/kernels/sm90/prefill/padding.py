@@ -18,7 +18,7 @@ def clear_and_produce_v(shared, batch, v, output, cleared_tokens, config: gl.con
 
     Args:
         shared, batch, v: arguments of `produce_v`.
-        output: `OutputArgs`.
+        output: `PrefillOutput`.
         cleared_tokens: tokens of the output; 0 if nothing is cleared.
     """
     # with a tail, this code would change the schedule of the consumers' main loop (triton 3.6)
