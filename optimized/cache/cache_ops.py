@@ -1,8 +1,8 @@
 """Cache operations: write, gather, copy and swap keys and values.
 
 One launch moves all tokens, or all blocks of a layer (kernels/kv_cache.py). Elements are copied as
-integers of their width, so no bit changes. Only between an FP8 cache and a wider dtype are they
-converted, and there both twins agree bitwise too.
+integers of their width, so no bit changes. Only between a quantized cache and a wider dtype are
+they converted, and there both twins agree bitwise too.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...contract.cache_formats import find_format
 from ...contract.shapes import (
     BlockMapping,
     BlockTable,
@@ -35,8 +36,10 @@ from ...validation import (
 )
 from ..kernels.fp8 import has_fp8_encoding, has_native_fp8, scale_arguments
 from ..kernels.kv_cache import (
+    ELEMENTS_PER_WRITE,
     TOKENS_PER_PROGRAM,
     CacheHalf,
+    MeasuredHalf,
     NewTokens,
     as_bits,
     choose_tile,
@@ -44,13 +47,14 @@ from ..kernels.kv_cache import (
     copy_blocks_kernel,
     gather_kv_kernel,
     write_kv_kernel,
+    write_measured_kv_kernel,
 )
 from ..runtime.launcher import check_launch, launch_kernel, must_widen
 from ..runtime.operators import operator
 from ..runtime.repeat.writes import WRITES, record_write, sign_write
 
 
-@operator(changed=["key_cache", "value_cache"])
+@operator(changed=["key_cache", "value_cache", "k_scale_tensor", "v_scale_tensor"])
 def reshape_and_cache(
     key: Key,
     value: Value,
@@ -80,10 +84,12 @@ def reshape_and_cache(
     check_launch(key_cache)
     if not slot_mapping.shape[0] or not key_cache.numel() or not value_cache.numel():
         return
-    tokens, grid, arguments = _lower_write(
+    is_measured = find_format(key_cache.dtype, k_scale).is_measured
+    lower = _lower_measured_write if is_measured else _lower_write
+    kernel, tokens, grid, arguments = lower(
         key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     )
-    compiled = launch_kernel(write_kv_kernel, grid, *arguments)
+    compiled = launch_kernel(kernel, grid, *arguments)
     record_write(signature, compiled, tokens, grid[1], arguments)
 
 
@@ -95,8 +101,8 @@ def _lower_write(
     slot_mapping: Tensor,
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
-) -> tuple[int, tuple[int, int], tuple[Any, ...]]:
-    """Return the tokens per program of a write, its grid and its kernel's arguments in order."""
+) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
+    """Return the kernel of a write, its tokens per program, its grid and arguments in order."""
     num_slots = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
     value_head_size = value_cache.shape[3]
@@ -126,7 +132,41 @@ def _lower_write(
         tokens,
         tile,
     )
-    return tokens, grid, arguments
+    return write_kv_kernel, tokens, grid, arguments
+
+
+def _lower_measured_write(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Any,
+    v_scale: Any,
+) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
+    """Return what `_lower_write` returns, for a cache with a scale per slot and head."""
+    num_slots = slot_mapping.shape[0]
+    _, block_size, kv_heads, head_size = key_cache.shape
+    value_head_size = value_cache.shape[3]
+    tiles = [triton.next_power_of_2(each) for each in (head_size, value_head_size)]
+    tokens = choose_tokens(min(max(tiles), ELEMENTS_PER_WRITE))
+    grid = (triton.cdiv(num_slots, tokens), kv_heads)
+    arguments = (
+        NewTokens(key, *key.stride()),
+        NewTokens(value, *value.stride()),
+        MeasuredHalf(key_cache, k_scale, *k_scale.stride(), *key_cache.stride()),
+        MeasuredHalf(value_cache, v_scale, *v_scale.stride(), *value_cache.stride()),
+        slot_mapping,
+        num_slots,
+        slot_mapping.stride(0),
+        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, TOKENS, BLOCK_D, BLOCK_DV
+        block_size,
+        head_size,
+        value_head_size,
+        tokens,
+        *tiles,
+    )
+    return write_measured_kv_kernel, tokens, grid, arguments
 
 
 @operator(sizes={"tokens": "num_tokens"})
@@ -181,7 +221,7 @@ def gather_cache(
         *block_table.stride(),
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,
-        E5M2=key_cache.dtype == torch.float8_e5m2,
+        CACHE_FORMAT=find_format(key_cache.dtype, k_scale).name,
         NATIVE_FP8=dtype is not None and has_native_fp8(key_cache.device),
         TOKENS=TOKENS_PER_PROGRAM,
         ELEMENTS=tile,

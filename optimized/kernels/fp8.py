@@ -18,8 +18,19 @@ from ...contract.attention_options import AttentionOptions
 from ..runtime.launcher import INTERPRETED
 
 
+class SlotStrides(NamedTuple):
+    """Strides of scales [num_blocks, block_size, kv_heads], one per slot and head."""
+
+    block: Any
+    slot: Any
+    head: Any
+
+
 class ScaleStrides(NamedTuple):
-    """Strides over heads of the scales of keys, values and output. None for a number."""
+    """Strides of the scales of keys, values and output.
+
+    None for a number, a stride over heads, or SlotStrides.
+    """
 
     k: Any
     v: Any
@@ -46,15 +57,17 @@ def has_fp8_encoding(device: torch.device) -> bool:
 
 def scale_arguments(
     scale: Tensor | float | None,
-) -> tuple[Tensor | float | None, int | None]:
+) -> tuple[Tensor | float | None, int | SlotStrides | None]:
     """Return a scale and its stride over heads, as `load_scale` takes them.
 
-    A number is passed by value, without a stride.
+    A number is passed by value, without a stride. A scale per slot has SlotStrides.
     """
     if scale is None:
         return None, None
     if not isinstance(scale, Tensor):
         return float(scale), None
+    if scale.dim() == 3:
+        return scale, SlotStrides(*scale.stride())
     return scale, scale.stride(0) if scale.numel() > 1 else 0
 
 

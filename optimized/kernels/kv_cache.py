@@ -1,8 +1,8 @@
 """Triton kernels that write keys and values to their paged cache, gather them and copy blocks.
 
 A program moves a tile of tokens, or of a block, by elements, with any strides. Elements are copied
-as integers of their width, so no bit changes. Only between an FP8 cache and a wider dtype are they
-converted. Offsets are 64-bit.
+as integers of their width, so no bit changes. Only between a quantized cache and a wider dtype are
+they converted. Offsets are 64-bit.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .find_request import find_request
 from .fp8 import decode_fp8, load_scale, quantise
+from .portable.formats.int8_per_token_head import encode_int8
 
 TOKENS_PER_PROGRAM = 4
 """Tokens that a program gathers."""
@@ -51,13 +52,32 @@ class CacheHalf(NamedTuple):
 
     Args:
         tensor: [num_blocks, block_size, kv_heads, head_size].
-        scale, scale_stride: Optional. The scale of an FP8 cache and its stride over heads, see
+        scale, scale_stride: Optional. The scale of a quantized cache and its stride, see
             `scale_arguments`.
     """
 
     tensor: Any
     scale: Any
     scale_stride: Any
+    stride_block: Any
+    stride_slot: Any
+    stride_head: Any
+    stride_element: Any
+
+
+class MeasuredHalf(NamedTuple):
+    """The keys or the values of a cache with a scale per slot and head, as a kernel's argument.
+
+    Args:
+        tensor: [num_blocks, block_size, kv_heads, head_size].
+        scale: [num_blocks, block_size, kv_heads].
+    """
+
+    tensor: Any
+    scale: Any
+    scale_stride_block: Any
+    scale_stride_slot: Any
+    scale_stride_head: Any
     stride_block: Any
     stride_slot: Any
     stride_head: Any
@@ -130,7 +150,7 @@ def write_kv_kernel(
     value_stored = (slot >= 0)[:, None] & is_value
     # step: find block and offset
     block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    # step: divide by the scales if the cache is FP8
+    # step: encode the key and the value in the format of the cache
     if key_cache.scale is not None:
         new_key = _quantise(new_key, key_cache, head, is_key, E5M2, NATIVE_FP8)
         new_value = _quantise(
@@ -141,6 +161,77 @@ def write_kv_kernel(
     tl.store(to, new_key, mask=stored)
     to = _locate(value_cache, block_id, offset, value_head, value_part)
     tl.store(to, new_value, mask=value_stored)
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def write_measured_kv_kernel(
+    key,
+    value,
+    key_cache,
+    value_cache,
+    slot_mapping,
+    num_slots,
+    mapping_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_HEAD_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Write the keys and values of a tile of tokens and one head, with the scale of each.
+
+    Grid: (tiles of tokens, kv_heads).
+
+    Args:
+        key, value: NewTokens.
+        key_cache, value_cache: MeasuredHalf.
+        TOKENS, BLOCK_D, BLOCK_DV: tokens of the tile, and elements of a key and of a value,
+            rounded up to powers of two.
+    """
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    is_token = token < num_slots
+    # step: skip tokens without a slot
+    slot = tl.load(slot_mapping + token * mapping_stride, mask=is_token, other=-1)
+    # step: find block and offset
+    block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    _write_measured(
+        key, key_cache, token, head, block_id, offset, slot >= 0, HEAD_SIZE, BLOCK_D
+    )
+    _write_measured(
+        value, value_cache, token, head, block_id, offset, slot >= 0,
+        VALUE_HEAD_SIZE, BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def _write_measured(
+    new, cache, token, head, block_id, offset, stored,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the keys or the values of one head of some tokens.
+
+    Args:
+        token, block_id, offset, stored: [TOKENS] the tokens, their places, and which are stored.
+    """
+    part = tl.arange(0, BLOCK).to(tl.int64)
+    written = stored[:, None] & (part < SIZE)[None, :]
+    offsets = (token * new.stride_token + head * new.stride_head)[:, None]
+    offsets += (part * new.stride_element)[None, :]
+    numbers = tl.load(new.tensor + offsets, mask=written, other=0).to(tl.float32)
+    # step: encode the key and the value in the format of the cache
+    codes, scale = encode_int8(numbers)
+    # step: store the key and the value
+    to = block_id * cache.stride_block + offset * cache.stride_slot
+    to += head * cache.stride_head
+    tl.store(
+        cache.tensor + to[:, None] + (part * cache.stride_element)[None, :],
+        codes,
+        mask=written,
+    )
+    to = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
+    tl.store(cache.scale + to + head * cache.scale_stride_head, scale, mask=stored)
 
 
 @triton.jit
@@ -163,11 +254,29 @@ def _quantise(
 
 @triton.jit
 def _dequantise(
-    numbers, cache, head, is_head, E5M2: tl.constexpr, NATIVE_FP8: tl.constexpr
-):
-    """Return the numbers that the bytes of an FP8 cache mean: [TOKENS, ELEMENTS] float32."""
-    scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
-    return decode_fp8(numbers, E5M2, NATIVE_FP8).to(tl.float32) * scale
+    codes, cache, block_id, offset, head, is_token, is_head,
+    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers that the codes of a cache mean: [TOKENS, ELEMENTS] float32.
+
+    Args:
+        block_id, offset, is_token: [TOKENS] their slots, and which tokens exist.
+        head, is_head: [ELEMENTS].
+    """
+    if CACHE_FORMAT == "int8_per_token_head":
+        strides = cache.scale_stride
+        slots = block_id * strides.block + offset * strides.slot
+        scale = tl.load(
+            cache.scale + slots[:, None] + (head * strides.head)[None, :],
+            mask=is_token[:, None] & is_head[None, :],
+            other=0.0,
+        )
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32) * scale
+    else:
+        scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
+        is_e5m2: tl.constexpr = CACHE_FORMAT == "fp8_e5m2"
+        numbers = decode_fp8(codes, is_e5m2, NATIVE_FP8).to(tl.float32) * scale
+    return numbers
 
 
 @triton.jit
@@ -197,7 +306,7 @@ def gather_kv_kernel(
     table_stride_entry,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
-    E5M2: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
@@ -207,6 +316,7 @@ def gather_kv_kernel(
     Args:
         key_cache, value_cache: CacheHalf.
         num_halvings: bits of num_reqs.
+        CACHE_FORMAT: name of the format of the cache.
         TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -230,10 +340,14 @@ def gather_kv_kernel(
     one_value = tl.load(at, mask=is_token[:, None] & is_value_head[None, :], other=0)
     # step: multiply by the scales if another dtype is requested
     if key_cache.scale is not None:
-        one_key = _dequantise(one_key, key_cache, head, is_head, E5M2, NATIVE_FP8)
+        one_key = _dequantise(
+            one_key, key_cache, block_id, offset, head, is_token, is_head,
+            CACHE_FORMAT, NATIVE_FP8,
+        )  # fmt: skip
         one_value = _dequantise(
-            one_value, value_cache, value_head, is_value_head, E5M2, NATIVE_FP8
-        )
+            one_value, value_cache, block_id, offset, value_head, is_token,
+            is_value_head, CACHE_FORMAT, NATIVE_FP8,
+        )  # fmt: skip
     written = (token < num_tokens)[:, None]
     to = token.to(tl.int64)[:, None] * (kv_heads * HEAD_SIZE) + element[None, :]
     tl.store(key + to, one_key, mask=written & is_head[None, :])

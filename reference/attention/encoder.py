@@ -18,7 +18,7 @@ from ...contract.shapes import (
     StartLoc,
 )
 from ...validation import check_encoder_attention, validated
-from .heads import upcast_heads
+from .heads import repeat_heads
 from .masks import visible_keys, zero_masked
 from .output import start_output, write_output
 from .requests.split_requests import split_requests
@@ -93,8 +93,8 @@ def encoder_attention(
     for request in split_requests(query_start_loc, key_start_loc.diff(), options):
         # step: gather the sequence's keys and values
         rows = key_start_loc[request.index] + request.keys
-        k = upcast_heads(key[rows], query_heads, compute_dtype, scale=None)
-        v = upcast_heads(value[rows], query_heads, compute_dtype, scale=None)
+        k = repeat_heads(key[rows].to(compute_dtype), query_heads)
+        v = repeat_heads(value[rows].to(compute_dtype), query_heads)
         # step: compute the scaled dot products of queries and keys
         q = query[request.rows].to(compute_dtype)  # [queries, query_heads, head_size]
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale

@@ -43,7 +43,7 @@ from ...validation.latent import (
     check_latent_decode_attention,
     check_mla_config,
 )
-from ..cache.fp8 import quantise
+from ..cache.formats.fp8 import quantise
 from .encoder import encoder_attention
 from .latent_prefill import latent_prefill_attention as latent_prefill_attention
 from .latent_vectors import gather_latents

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
-from ..cache.fp8 import quantise
+from ..cache.formats.fp8 import quantise
 from .requests.request import RequestView
 
 

@@ -25,7 +25,8 @@ from ...contract.shapes import (
     ValueCache,
 )
 from ...validation import check_paged_attention, validated
-from .heads import upcast_heads
+from ..cache.formats import load_slots
+from .heads import repeat_heads
 from .masks import visible_keys, zero_masked
 from .output import start_output, write_output
 from .requests.split_requests import split_requests
@@ -71,7 +72,7 @@ def paged_attention(
         lse: Optional. [query_heads, tokens] float32 or float64, modified in place: the natural
             log-sum-exp of each query's scores, which combines partial results.
         compute_dtype: The dtype of all arithmetic.
-        options: Masks, score functions and FP8 scales. Causal unless they say otherwise. A
+        options: Masks, score functions and the cache's scales. Causal unless they say otherwise. A
             request that is not causal may have more queries than keys (cross-attention).
 
     Returns:
@@ -112,9 +113,9 @@ def paged_attention(
         # step: gather the sequence's keys and values
         block = block_table[request.index, request.keys // key_cache.shape[1]].long()
         offset = request.keys % key_cache.shape[1]
-        k, v = key_cache[block, offset], value_cache[block, offset]
-        k = upcast_heads(k, query_heads, compute_dtype, options.k_scale)
-        v = upcast_heads(v, query_heads, compute_dtype, options.v_scale)
+        k = load_slots(key_cache, block, offset, options.k_scale, compute_dtype)
+        v = load_slots(value_cache, block, offset, options.v_scale, compute_dtype)
+        k, v = repeat_heads(k, query_heads), repeat_heads(v, query_heads)
         # step: compute the scaled dot products of queries and keys
         q = query[request.rows].to(compute_dtype)  # [queries, query_heads, head_size]
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale

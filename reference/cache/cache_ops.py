@@ -2,13 +2,15 @@
 
 A step first writes the keys and values of its new tokens to their slots. Attention then reads
 whole sequences through the block table. Whole blocks are copied when two sequences that share a
-block diverge, and swapped to the host when device memory runs out. An FP8 cache stores each number
-divided by a scale, so that the numbers fit the range of 8 bits. Readers multiply by the scale.
+block diverge, and swapped to the host when device memory runs out. A quantized cache stores codes
+of eight bits, which readers multiply by a scale (formats/). The scales of an FP8 cache are given.
+In the format int8_per_token_head each write measures a scale per token and head.
 """
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...contract.argument_types import typed
 from ...contract.shapes import (
@@ -32,7 +34,7 @@ from ...validation import (
     check_reshape_and_cache,
     validated,
 )
-from .fp8 import dequantise, quantise
+from .formats import encode, load_slots
 
 
 @validated(check_reshape_and_cache)
@@ -56,11 +58,13 @@ def reshape_and_cache(
             not stored. Tokens past the end are padding and are not stored either.
         k_scale, v_scale: Optional. Scales of an FP8 cache: one number or [kv_heads] float32,
             above 0. Readers multiply by them. The stored number is divided by the scale, rounded
-            to nearest even and saturated. If None, the cache is not quantized.
+            to nearest even and saturated. Scales of an int8 cache: [num_blocks, block_size,
+            kv_heads] float32 with any strides, modified in place: each slot gets those of its
+            token. If None, the cache is not quantized.
 
     Raises:
         IndexError: a slot is outside the cache.
-        ValueError: shapes or devices are inconsistent, two tokens have the same slot, an FP8
+        ValueError: shapes or devices are inconsistent, two tokens have the same slot, a quantized
             cache has no scales, or another cache has some.
         TypeError: key or value has another dtype than the cache, or is FP8 already.
 
@@ -84,6 +88,14 @@ def reshape_and_cache(
         ... )
         >>> float(key_cache[2, 1]), float(value_cache[2, 1])
         (10.0, 448.0)
+        >>> key_cache = torch.zeros(3, 4, 1, 1, dtype=torch.int8)
+        >>> k_scale = torch.zeros(3, 4, 1)
+        >>> reshape_and_cache(
+        ...     key, key, key_cache, key_cache.clone(), slot_mapping,
+        ...     k_scale=k_scale, v_scale=k_scale.clone(),
+        ... )
+        >>> int(key_cache[2, 1]), round(float(k_scale[2, 1]), 4)
+        (127, 0.0394)
     """
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -92,14 +104,16 @@ def reshape_and_cache(
             continue
         # step: find block and offset
         block_id, offset = divmod(slot, block_size)
-        new_key, new_value = key[token], value[token]
-        # step: divide by the scales if the cache is FP8
-        if k_scale is not None and v_scale is not None:
-            new_key = quantise(new_key, k_scale, key_cache.dtype)
-            new_value = quantise(new_value, v_scale, value_cache.dtype)
-        # step: store the key and the value
-        key_cache[block_id, offset] = new_key
-        value_cache[block_id, offset] = new_value
+        for new, cache, scale in (
+            (key[token], key_cache, k_scale),
+            (value[token], value_cache, v_scale),
+        ):
+            # step: encode the key and the value in the format of the cache
+            codes, measured = encode(new, cache, scale)
+            # step: store the key and the value
+            cache[block_id, offset] = codes
+            if measured is not None and isinstance(scale, Tensor):
+                scale[block_id, offset] = measured
 
 
 @validated(check_gather_cache)
@@ -121,8 +135,8 @@ def gather_cache(
         block_table: [reqs, max_blocks].
         seq_start_loc: [reqs + 1] start of each sequence in the result.
         num_tokens: rows of the result. Rows past the last sequence are zero.
-        k_scale, v_scale: Optional. Scales of an FP8 cache: one number or [kv_heads] float32,
-            above 0. The product is computed in float32 and rounded to `dtype`.
+        k_scale, v_scale: Optional. Scales of a quantized cache, as in `reshape_and_cache`. The
+            product is computed in float32 and rounded to `dtype`.
         dtype: Optional. Dtype of the result. If None, the dtype of the cache, unscaled.
 
     Returns:
@@ -131,7 +145,7 @@ def gather_cache(
     Raises:
         IndexError: a sequence is longer than its row, or a block id is outside the cache.
         ValueError: lengths or devices are inconsistent, or scales and dtype are not given
-            together and for an FP8 cache only.
+            together and for a quantized cache only.
         TypeError: the dtype is not a float of at least 16 bits.
 
     Source:
@@ -162,8 +176,9 @@ def gather_cache(
         tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
     """
     block_size, kv_heads, head_size = key_cache.shape[1:]
-    key = key_cache.new_zeros(num_tokens, kv_heads, head_size)
-    value = value_cache.new_zeros(num_tokens, kv_heads, value_cache.shape[-1])
+    value_head_size = value_cache.shape[-1]
+    key = key_cache.new_zeros(num_tokens, kv_heads, head_size, dtype=dtype)
+    value = value_cache.new_zeros(num_tokens, kv_heads, value_head_size, dtype=dtype)
     starts = seq_start_loc.tolist()
     for req, row in enumerate(block_table):
         positions = torch.arange(starts[req + 1] - starts[req], device=row.device)
@@ -171,13 +186,16 @@ def gather_cache(
         block_ids = row[positions // block_size].long()
         # step: add the offset in the block
         offsets = positions % block_size
-        # step: copy the key and the value
-        key[starts[req] : starts[req + 1]] = key_cache[block_ids, offsets]
-        value[starts[req] : starts[req + 1]] = value_cache[block_ids, offsets]
-    # step: multiply by the scales if another dtype is requested
-    if dtype is not None and k_scale is not None and v_scale is not None:
-        key = dequantise(key, k_scale, dtype)
-        value = dequantise(value, v_scale, dtype)
+        for result, cache, scale in (
+            (key, key_cache, k_scale),
+            (value, value_cache, v_scale),
+        ):
+            # step: copy the key and the value
+            slots = cache[block_ids, offsets]
+            # step: multiply by the scales if another dtype is requested
+            if dtype is not None:
+                slots = load_slots(cache, block_ids, offsets, scale, torch.float32)
+            result[starts[req] : starts[req + 1]] = slots
     return key, value
 
 

@@ -13,12 +13,12 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | num_blocks, block_size | blocks in the cache, slots in a block |
 | value_head_size | elements of one head's value; may differ from those of its key |
 | latent_width | kv_lora_rank + qk_rope_head_dim: elements per token in a latent cache |
-| ... | one number for all, or one per kv head |
+| ... | one number for all, one per kv head, or one per slot and kv head |
 | *any | axes of any number and size |
 | _ | a buffer that may be longer than its used part; blocks of one of several layers |
 """
 
-from jaxtyping import Bool, Float, Int8, Int32, Int64
+from jaxtyping import Bool, Float, Int8, Int32, Int64, Real
 from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
@@ -30,12 +30,12 @@ LayeredKVCache = Float[Tensor, "layers 2 num_blocks block_size kv_heads head_siz
 PackedKVCache = Float[Tensor, "2 num_blocks block_elements"]
 PackedKeyCache = Float[Tensor, "num_blocks kv_heads parts block_size part"]
 PackedValueCache = Float[Tensor, "num_blocks kv_heads head_size block_size"]
-KeyCache = Float[Tensor, "num_blocks block_size kv_heads head_size"]
-ValueCache = Float[Tensor, "num_blocks block_size kv_heads value_head_size"]
+KeyCache = Real[Tensor, "num_blocks block_size kv_heads head_size"]
+ValueCache = Real[Tensor, "num_blocks block_size kv_heads value_head_size"]
 
 Query = Float[Tensor, "tokens query_heads head_size"]
-Key = Float[Tensor, "tokens kv_heads head_size"]
-Value = Float[Tensor, "tokens kv_heads value_head_size"]
+Key = Real[Tensor, "tokens kv_heads head_size"]
+Value = Real[Tensor, "tokens kv_heads value_head_size"]
 RaggedKey = Float[Tensor, "key_tokens kv_heads head_size"]
 RaggedValue = Float[Tensor, "key_tokens kv_heads value_head_size"]
 Output = Float[Tensor, "tokens query_heads value_head_size"]

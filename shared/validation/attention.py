@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.kinds import FP8_DTYPES
+from ..contract.cache_formats import find_format
 from .attention_options import (
     check_cache_scales,
     check_options,
@@ -145,7 +145,7 @@ def _check_query(
 ) -> None:
     """Reject queries and outputs that do not fit the keys [..., kv_heads, head_size]."""
     kv_heads, head_size = key.shape[-2:]
-    dtypes = FLOATS if key.dtype in FP8_DTYPES else (key.dtype,)
+    dtypes = FLOATS if find_format(key.dtype).is_quantised else (key.dtype,)
     check_dtype("query", query, *dtypes)
     if query.dim() != 3 or query.shape[2] != head_size:
         raise ValueError(

@@ -10,10 +10,10 @@ from ..contract.attention_options import (
     AttentionOptions,
     unpack_options,
 )
+from .formats import check_format_scale
 from .option import OptionCall
 from .options import OPTIONS
 from .options.tree_mask import validate_diagonal
-from .scales import check_cache_scales as check_cache_scales
 from .scales import check_out_scale
 from .scales import check_scale as check_scale
 
@@ -40,6 +40,14 @@ def check_options(
             option.validate(getattr(options, name), call)
     reject_gradients(**unpack_options(options))
     check_out_scale(options, query, out, contents)
+
+
+def check_cache_scales(
+    options: AttentionOptions, key_cache: Tensor, contents: bool
+) -> None:
+    """Raise if the scales of a cache do not fit its format."""
+    for name in ("k_scale", "v_scale"):
+        check_format_scale(name, getattr(options, name), key_cache, contents)
 
 
 def reject_options(options: AttentionOptions, names: Collection[str], why: str) -> None:

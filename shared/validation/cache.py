@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.kinds import FP8_DTYPES
+from ..contract.cache_formats import CODE_DTYPES, find_format
 from .attention_options import check_cache_scales
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .primitives import (
@@ -20,7 +20,7 @@ from .primitives import (
 
 def check_caches(key_cache: Tensor, value_cache: Tensor) -> None:
     """Raise an error if key cache and value cache differ in more than the head size."""
-    check_dtype("key_cache", key_cache, *FLOATS, *FP8_DTYPES)
+    check_dtype("key_cache", key_cache, *FLOATS, *CODE_DTYPES)
     check_dtype("value_cache", value_cache, key_cache.dtype)
     shapes = key_cache.shape, value_cache.shape
     if {len(shape) for shape in shapes} != {4} or shapes[0][:3] != shapes[1][:3]:
@@ -89,12 +89,12 @@ def check_reshape_and_cache(
 
 
 def _check_new_dtype(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if cache.dtype not in FP8_DTYPES:
+    if not find_format(cache.dtype).is_quantised:
         check_dtype(name, tensor, cache.dtype)
-    elif tensor.dtype in FP8_DTYPES:
+    elif tensor.dtype in CODE_DTYPES:
         raise TypeError(
             f"{name} is {tensor.dtype}: expected {' or '.join(map(str, FLOATS))}, which the"
-            " write divides by the scale and rounds; numbers that are FP8 already would be"
+            " write divides by the scale and rounds; numbers that are codes already would be"
             " divided twice"
         )
     else:
@@ -132,7 +132,7 @@ def check_gather_cache(
     check_start_loc(
         "seq_start_loc", seq_start_loc, block_table.shape[0], num_tokens, contents
     )
-    if dtype is not None or key_cache.dtype not in FP8_DTYPES:
+    if dtype is not None or not find_format(key_cache.dtype).is_quantised:
         _check_scales(key_cache, k_scale, v_scale, contents)
     _check_result_dtype(key_cache, k_scale, v_scale, dtype)
     if contents:
@@ -151,12 +151,12 @@ def _check_result_dtype(
             if scale is not None:
                 raise ValueError(
                     f"{name} is given but dtype = None: expected the dtype of the result;"
-                    " without one an FP8 cache's bytes come as they are"
+                    " without one a quantized cache's bytes come as they are"
                 )
-    elif key_cache.dtype not in FP8_DTYPES:
+    elif not find_format(key_cache.dtype).is_quantised:
         raise ValueError(
             f"dtype = {dtype} but the cache is {key_cache.dtype}: expected None, as only"
-            " FP8 numbers are turned into others"
+            " codes are turned into numbers"
         )
     elif dtype not in FLOATS:
         names = " or ".join(map(str, FLOATS))

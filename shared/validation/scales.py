@@ -1,40 +1,20 @@
-"""Validation of `k_scale`, `v_scale` and `out_scale`: what FP8 elements are multiplied by."""
+"""Validation of scales: what the codes of a cache or of an FP8 output are multiplied by."""
 
 import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.kinds import FP8_DTYPES
+from ..contract.cache_formats import OUTPUT_DTYPES
 from .primitives import check_dtype, check_same_device
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-
-
-def check_cache_scales(
-    options: AttentionOptions, key_cache: Tensor, contents: bool
-) -> None:
-    """Raise if an FP8 cache has no scales, another cache has some, or one is out of range."""
-    is_quantised = key_cache.dtype in FP8_DTYPES
-    for name in ("k_scale", "v_scale"):
-        scale = getattr(options, name)
-        if scale is None and is_quantised:
-            raise ValueError(
-                f"{name} = None: expected a scale, as the cache is {key_cache.dtype}; 1.0"
-                " takes its numbers as they are"
-            )
-        if scale is not None and not is_quantised:
-            raise ValueError(
-                f"{name} is given but the cache is {key_cache.dtype}: expected None, as"
-                " only an FP8 cache has scales"
-            )
-        check_scale(name, scale, {"key_cache": key_cache}, key_cache.shape[2], contents)
 
 
 def check_out_scale(
     options: AttentionOptions, query: Tensor, out: Tensor | None, contents: bool
 ) -> None:
     """Raise if an FP8 output has no scale, another output has one, or it is out of range."""
-    is_quantised = out is not None and out.dtype in FP8_DTYPES
+    is_quantised = out is not None and out.dtype in OUTPUT_DTYPES
     if is_quantised and options.out_scale is None:
         raise ValueError(
             "out_scale = None: expected a scale, as out holds FP8 numbers; 1.0 stores the"
@@ -44,7 +24,7 @@ def check_out_scale(
         given = "None" if out is None else str(out.dtype)
         raise ValueError(
             f"out_scale is given but out is {given}: expected a tensor of"
-            f" {' or '.join(map(str, FP8_DTYPES))}"
+            f" {' or '.join(map(str, OUTPUT_DTYPES))}"
         )
     check_scale("out_scale", options.out_scale, {"query": query}, None, contents)
 

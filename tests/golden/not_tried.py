@@ -32,10 +32,8 @@ FILES = {
     "v033_int4_rht": "a cache format with a scale per token and head",
     "v033_reshape_and_cache_fp8_per_token_head": "a cache format with a scale per token and head",
     "v033_reshape_and_cache_int4_per_token_head": "a cache format with a scale per token and head",
-    "v033_reshape_and_cache_int8_per_token_head": "a cache format with a scale per token and head",
     "v033_unified_attention_fp8_per_token_head": "a cache format with a scale per token and head",
     "v033_unified_attention_int4_per_token_head": "a cache format with a scale per token and head",
-    "v033_unified_attention_int8_per_token_head": "a cache format with a scale per token and head",
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",
     "v033_mamba_prefill_checkpoint": "recurrent state",
@@ -126,7 +124,10 @@ def specs_differ_in_a_missing_field(inputs: dict[str, Any]) -> bool:
 # ---- score functions and masks
 
 
-@not_tried("v033_unified_attention_fp8_per_tensor")
+@not_tried(
+    "v033_unified_attention_fp8_per_tensor",
+    "v033_unified_attention_int8_per_token_head",
+)
 def slopes_are_of_the_square_root(inputs: dict[str, Any]) -> bool:
     """A bias by the square root of the distance does not exist here."""
     return bool(inputs.get("alibi_sqrt"))

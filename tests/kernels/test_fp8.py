@@ -32,7 +32,7 @@ from pagetwin.optimized.kernels.fp8 import (
     has_fp8_encoding,
     has_native_fp8,
 )
-from pagetwin.reference.cache.fp8 import quantise
+from pagetwin.reference.cache.formats.fp8 import quantise
 from support.compiler_process import json_lines, run_compiler
 from torch import Tensor
 from triton.backends.compiler import GPUTarget

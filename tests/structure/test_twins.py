@@ -47,7 +47,7 @@ PARTS_OF_THE_REFERENCE = (
     "attention/latent_vectors.py",
     "attention/output.py",
     "attention/softmax.py",
-    "cache/fp8.py",
+    "cache/formats/",
     "parallel/combine.py",
     "parallel/rank_batch.py",
 )

@@ -15,7 +15,8 @@ from .attention_tile import attend_to_keys, make_query_tile
 from .cascade_prefix import fold_prefix, store_prefix
 from .combine import arrive, fold_partial, fold_segments, segment_offset, store_partial
 from .decode import keys_in_segment
-from .epilogue import clear_padding, scale_values, store_rows
+from .epilogue import clear_padding, store_rows
+from .formats.cache_tile import scale_values
 from .load_kv import KVSource, locate_kv
 from .load_q import find_queries
 from .options.sinks import start_with_sinks
@@ -38,7 +39,7 @@ def locate_rest(call, req, prefix, kv_head, config: tl.constexpr):
     if prefix is not None:
         seq_len = tl.maximum(seq_len - prefix.length, 0)
         entries = prefix.length // config.BLOCK_SIZE * call.strides.table_entry
-        kv = KVSource(kv.k, kv.v, kv.block_table + entries)
+        kv = KVSource(kv.k, kv.v, kv.block_table + entries, kv.kv_head)
     return kv, seq_len
 
 
@@ -83,7 +84,7 @@ def store_finished_rows(
     if KEYS == PREFIX:
         store_prefix(prefix, result, lse, rows, config)
     else:
-        result = scale_values(result, call, kv_head, config.CACHE_FP8)
+        result = scale_values(result, call, kv_head, config)
         store_rows(call, result, lse, rows, config)
 
 

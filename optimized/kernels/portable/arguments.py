@@ -87,7 +87,7 @@ class KernelCall(NamedTuple):
         strides: Strides.
         option_tensors: OptionTensors, see options/score.py.
         masks, scores: MaskArguments and ScoreArguments, see options/.
-        scale_strides: ScaleStrides of an FP8 cache and output, see fp8.py.
+        scale_strides: ScaleStrides of a quantized cache and an FP8 output, see fp8.py.
         scale: scale of the dot products.
         partial_rows: rows of a partial result in the workspace.
         table_stride_req, lse_stride_head, lse_stride_token, tree_stride_req, tree_width: strides
@@ -118,7 +118,8 @@ class Config(NamedTuple):
         BLOCK_D, BLOCK_DV: those, rounded up to powers of two of at least 16.
         BLOCK_SIZE: slots per block of the cache; 0 without a block table.
         masks, scores: MaskConstants and ScoreConstants, see options/.
-        CACHE_FP8, OUT_FP8: 0 if not FP8, 1 for float8_e4m3fn, 2 for float8_e5m2.
+        CACHE_FORMAT, OUT_FORMAT: names of the formats of the cache and of the output, see
+            shared/contract/cache_formats.py.
         NATIVE_FP8: whether the chip decodes FP8 by an instruction.
         PIN_FP8_V: whether FP8 values are decoded before their layout changes.
         BLOCK_M, BLOCK_N: rows of a query tile, keys of a KV tile.
@@ -139,8 +140,8 @@ class Config(NamedTuple):
     BLOCK_SIZE: int
     masks: Any
     scores: Any
-    CACHE_FP8: int
-    OUT_FP8: int
+    CACHE_FORMAT: str
+    OUT_FORMAT: str
     NATIVE_FP8: bool
     PIN_FP8_V: bool
     BLOCK_M: int

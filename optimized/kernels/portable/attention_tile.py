@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..softmax import normalize, start_softmax, update_softmax
-from .epilogue import scale_values
+from .formats.cache_tile import scale_scores, scale_values, scale_weights
 from .load_kv import load_kv_tile, locate_kv
 from .load_q import find_rows, load_q
 from .options.score import load_score_terms, modify_scores
@@ -93,7 +93,7 @@ def attend_with_tile(
     )  # fmt: skip
     acc, l_i, m_i = attend_to_keys(acc, l_i, m_i, call, tile, begin, end, config)
     result, lse = normalize(acc, l_i, m_i)
-    return scale_values(result, call, kv_head, config.CACHE_FP8), lse
+    return scale_values(result, call, kv_head, config), lse
 
 
 @triton.jit
@@ -144,9 +144,10 @@ def loop_over_kv_tiles(
             call, visible, start_n, config.BLOCK_N, MASKED, HAS_LOWER_BOUND
         )
         # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
-        k, v = load_kv_tile(tile.kv, call.strides, keys, tile.q.dtype, config, MASKED)
+        k, v, scales = load_kv_tile(call, tile.kv, keys, tile.q.dtype, config, MASKED)
         # step: compute the scaled dot products of queries and keys
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
+        qk = scale_scores(qk, scales, config)
         qk = modify_scores(
             qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,
             config.scores.LOGITS_SOFT_CAP,
@@ -158,6 +159,7 @@ def loop_over_kv_tiles(
         # step: turn scores into weights (softmax)
         p, acc, l_i, m_i = update_softmax(acc, l_i, m_i, qk, MASKED)
         # step: average the values by the weights
+        p = scale_weights(p, scales, config)
         acc = accumulate_pv(acc, p, v, config.ROW_SUMS)  # [BLOCK_M, BLOCK_DV]
     return acc, l_i, m_i
 

@@ -17,7 +17,8 @@ from .append import PREFIX, REST, attend_in_segment, attend_with_requests, locat
 from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, make_query_tile
 from .cascade_prefix import PrefixPartials, fold_prefix
-from .epilogue import clear_padding, scale_values, store_rows
+from .epilogue import clear_padding, store_rows
+from .formats.cache_tile import scale_values
 from .load_kv import locate_kv
 from .load_q import find_queries
 from .options.sinks import start_with_sinks
@@ -227,7 +228,7 @@ def cascade_short_rest_kernel(
             acc, l_i, m_i, prefix, tile.rows, True, config, config.BLOCK_M
         )
         result, lse = normalize(acc, l_i, m_i)
-        result = scale_values(result, call, kv_head, config.CACHE_FP8)
+        result = scale_values(result, call, kv_head, config)
         store_rows(call, result, lse, tile.rows, config)
     elif IS_DEPENDENT:
         # every program waits, so that the end of this launch is the end of both

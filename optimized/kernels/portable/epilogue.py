@@ -8,15 +8,6 @@ from ..softmax import LN_2
 
 
 @triton.jit
-def scale_values(result, call, kv_head, CACHE_FP8: tl.constexpr):
-    """Return rows with the scale of an FP8 cache's values: [BLOCK_M, BLOCK_DV]."""
-    if CACHE_FP8:
-        v_scale = call.option_tensors.v_scale
-        result *= load_scale(v_scale, call.scale_strides.v, kv_head, True)
-    return result
-
-
-@triton.jit
 def store_rows(call, result, lse, rows, config: tl.constexpr):
     """Store finished rows.
 
@@ -37,12 +28,12 @@ def store_columns(call, result, lse, rows, dv, config: tl.constexpr):
         As in `store_rows`, and dv: [BLOCK_DV] columns.
     """
     out, lse_out, strides = call.tensors.out, call.tensors.lse, call.strides
-    if config.OUT_FP8:
+    if config.OUT_FORMAT != "auto":
         scale = load_scale(
             call.option_tensors.out_scale, call.scale_strides.out, 0, True
         )
         result = result / scale
-        result = encode_fp8(result, config.OUT_FP8 == 2)
+        result = encode_fp8(result, config.OUT_FORMAT == "fp8_e5m2")
     token = rows.token_index.to(tl.int64)  # [BLOCK_M]
     head = rows.head.to(tl.int64)  # [BLOCK_M]
     tl.store(

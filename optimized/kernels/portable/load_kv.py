@@ -1,11 +1,11 @@
-"""Loading of KV tiles: block-table lookup, masked loads, FP8 decoding."""
+"""Loading of KV tiles: block-table lookup, masked loads, decoding."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..fp8 import decode_fp8, decode_fp8_pinned
+from .formats.cache_tile import decode_k, decode_v, load_tile_scales
 
 
 class KVSource(NamedTuple):
@@ -14,11 +14,13 @@ class KVSource(NamedTuple):
     Args:
         k, v: pointers to the head: in the cache, or to the request's first key.
         block_table: Pointer to the request's row; () without a block table.
+        kv_head: the head.
     """
 
     k: Any
     v: Any
     block_table: Any
+    kv_head: Any
 
 
 @triton.jit
@@ -38,12 +40,15 @@ def locate_kv(call, req, kv_head, config: tl.constexpr):
         seq_len = tl.load(tensors.seq_lens + req + 1) - key_start
         k += key_start.to(tl.int64) * strides.k_slot
         v += key_start.to(tl.int64) * strides.v_slot
-    return KVSource(k, v, block_table), seq_len
+    return KVSource(k, v, block_table, kv_head), seq_len
 
 
 @triton.jit
 def kv_offsets(kv, strides, keys, config: tl.constexpr, MASKED: tl.constexpr):
-    """Return the offsets of a tile's keys and of its values: [BLOCK_N] each."""
+    """Return the offsets of a tile's keys and of its values, and their blocks and slots.
+
+    All are [BLOCK_N]. Without a block table the last two are the keys' indices.
+    """
     n = keys.n
     is_key = keys.is_key
     if config.BLOCK_SIZE > 0:
@@ -62,23 +67,29 @@ def kv_offsets(kv, strides, keys, config: tl.constexpr, MASKED: tl.constexpr):
         k_offset = block_id * strides.k_block + slot * strides.k_slot
         v_offset = block_id * strides.v_block + slot * strides.v_slot
     else:
-        index = n.to(tl.int64) if config.INDEX_64 else n
-        k_offset = index * strides.k_slot
-        v_offset = index * strides.v_slot
-    return k_offset, v_offset
+        block_id = n.to(tl.int64) if config.INDEX_64 else n
+        slot = block_id
+        k_offset = slot * strides.k_slot
+        v_offset = slot * strides.v_slot
+    return k_offset, v_offset, block_id, slot
 
 
 @triton.jit
-def load_kv_tile(kv, strides, keys, dtype, config: tl.constexpr, MASKED: tl.constexpr):
-    """Return a tile of keys, [BLOCK_N, BLOCK_D], and of values, [BLOCK_N, BLOCK_DV].
+def load_kv_tile(call, kv, keys, dtype, config: tl.constexpr, MASKED: tl.constexpr):
+    """Return a tile of keys, [BLOCK_N, BLOCK_D], one of values, [BLOCK_N, BLOCK_DV], and scales.
 
     Masked rows of V may hold NaN, and 0 * NaN = NaN, so they are loaded as 0.
 
     Args:
-        kv, strides: KVSource, Strides.
+        call: KernelCall.
+        kv: KVSource.
         keys: KVTileKeys.
         dtype: of the queries, in which both are returned.
+
+    Returns:
+        k, v, and TileScales.
     """
+    strides = call.strides
     d = tl.arange(0, config.BLOCK_D)
     dv = tl.arange(0, config.BLOCK_DV)
     k_mask = (d < config.HEAD_DIM)[None, :]
@@ -86,7 +97,7 @@ def load_kv_tile(kv, strides, keys, dtype, config: tl.constexpr, MASKED: tl.cons
     if MASKED:
         k_mask = keys.is_key[:, None] & k_mask
         v_mask = keys.is_key[:, None] & v_mask
-    k_offset, v_offset = kv_offsets(kv, strides, keys, config, MASKED)
+    k_offset, v_offset, block_id, slot = kv_offsets(kv, strides, keys, config, MASKED)
     k = tl.load(
         kv.k + k_offset[:, None] + (d * strides.k_element)[None, :],
         mask=k_mask,
@@ -97,14 +108,5 @@ def load_kv_tile(kv, strides, keys, dtype, config: tl.constexpr, MASKED: tl.cons
         mask=v_mask,
         other=0,
     )
-    if config.CACHE_FP8:
-        k = decode_fp8(k, config.CACHE_FP8 == 2, config.NATIVE_FP8).to(dtype)
-        if config.PIN_FP8_V:
-            v = decode_fp8_pinned(v, config.CACHE_FP8 == 2, config.NATIVE_FP8)
-        else:
-            v = decode_fp8(v, config.CACHE_FP8 == 2, config.NATIVE_FP8)
-        v = v.to(dtype)
-    elif config.UPCAST:
-        k = k.to(tl.float32)
-        v = v.to(tl.float32)
-    return k, v
+    scales = load_tile_scales(call, kv.kv_head, block_id, slot, keys, config, MASKED)
+    return decode_k(k, dtype, config), decode_v(v, dtype, config), scales

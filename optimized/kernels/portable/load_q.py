@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..fp8 import load_scale
+from .formats.cache_tile import scale_queries
 
 
 class QueryRows(NamedTuple):
@@ -87,22 +87,4 @@ def load_q(call, rows, kv_head, config: tl.constexpr):
     )
     if config.UPCAST:
         q = q.to(tl.float32)
-    qk_scale = call.scale
-    if config.CACHE_FP8:
-        k_scale = call.option_tensors.k_scale
-        qk_scale *= load_scale(k_scale, call.scale_strides.k, kv_head, True)
-        if config.NATIVE_FP8 and q.dtype != tl.float32:
-            q, power = fit_float16(q)
-            qk_scale = (qk_scale * power)[:, None]
-    return q, qk_scale
-
-
-@triton.jit
-def fit_float16(q):
-    """Return queries in float16, and the power of two by which each row was divided to fit it.
-
-    FP8 keys are exact in float16. A product with bfloat16 queries would round them.
-    """
-    largest = tl.max(tl.abs(q.to(tl.float32)), 1)  # [BLOCK_M]
-    power = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 2.0**-100))))
-    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+    return scale_queries(q, call.scale, call, kv_head, config)

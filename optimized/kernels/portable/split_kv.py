@@ -13,7 +13,8 @@ from ..softmax import normalize, start_softmax
 from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_splits, fold_partial, split_offset, store_partial
-from .epilogue import clear_padding, scale_values, store_rows
+from .epilogue import clear_padding, store_rows
+from .formats.cache_tile import scale_values
 from .load_q import find_queries
 from .options.sinks import start_with_sinks
 from .prefill import find_request
@@ -54,7 +55,7 @@ def attend_to_splits(
             tl.minimum(tile.visible.end, split_begin + SPLIT_SIZE), config,
         )  # fmt: skip
         result, lse = normalize(split_acc, split_l, split_m)
-        result = scale_values(result, call, kv_head, config.CACHE_FP8)
+        result = scale_values(result, call, kv_head, config)
         acc, l_i, m_i = fold_partial(acc, l_i, m_i, result, lse)
     return normalize(acc, l_i, m_i)
 

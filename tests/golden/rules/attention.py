@@ -145,6 +145,28 @@ def a_token_is_not_contiguous(inputs: dict[str, Any]) -> bool:
     return is_strided and len(set(slots)) == len(slots)
 
 
+@deviation(
+    "v033_reshape_and_cache_int8_per_token_head",
+    fields=["raises"],
+    right="a TypeError: 64 bits",
+)
+def slots_of_measured_codes_have_32_bits(inputs: dict[str, Any]) -> bool:
+    """vLLM takes slots of any integer type."""
+    return bool(inputs["slot_mapping"].dtype != torch.int64)
+
+
+@deviation(
+    "v033_reshape_and_cache_int8_per_token_head",
+    fields=["raises"],
+    right="a ValueError",
+)
+def two_measured_tokens_have_one_slot(inputs: dict[str, Any]) -> bool:
+    """vLLM writes both tokens to the slot, in any order."""
+    slots = stored(inputs)
+    is_wide = inputs["slot_mapping"].dtype == torch.int64
+    return is_wide and len(set(slots)) < len(slots)
+
+
 @deviation("reshape_and_cache_flash", fields=["raises"], right="a TypeError: 64 bits")
 def slots_have_32_bits(inputs: dict[str, Any]) -> bool:
     """vLLM's Triton version takes slots of any integer type."""

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
-from .....contract.kinds import FP8_DTYPES
+from .....contract.cache_formats import find_format
 from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
 from ....runtime.launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from ....runtime.planning import once_per_planning
 from ...fp8 import has_native_fp8, scale_strides
 from ..arguments import Config, Strides
+from ..formats.fp8 import FP8_FORMATS
 from ..options.score import ScoreConstants, lower_scores
 from ..options.visible_range import MaskConstants, lower_masks
 from ..prefill import prefill_kernel
@@ -109,7 +110,7 @@ def _choose_tiles(
         has_window=_has_window(options),
         has_bias=options.position_bias is not None,
         has_tree=options.tree_mask is not None,
-        has_bit_decoding=config.CACHE_FP8 > 0 and not config.NATIVE_FP8,
+        has_bit_decoding=config.CACHE_FORMAT in FP8_FORMATS and not config.NATIVE_FP8,
         has_native_fp8=config.NATIVE_FP8,
         is_paged=config.BLOCK_SIZE > 0,
         has_splits=options.batch_invariant,
@@ -150,7 +151,7 @@ def _make_config(
 ) -> Config:
     """Return the constants of all launches; those of tiles are replaced for each kernel."""
     head_size, value_size = query.shape[-1], value.shape[-1]
-    cache_fp8 = _fp8_kind(key.dtype)
+    cache_format = find_format(key.dtype, options.k_scale).name
     return Config(
         GROUP_SIZE=query.shape[1] // value.shape[-2],
         HEAD_DIM=head_size,
@@ -160,9 +161,9 @@ def _make_config(
         BLOCK_SIZE=0 if block_table is None else key.shape[1],
         masks=masks,
         scores=scores,
-        CACHE_FP8=cache_fp8,
-        OUT_FP8=_fp8_kind(out.dtype),
-        NATIVE_FP8=cache_fp8 > 0 and has_native_fp8(query.device),
+        CACHE_FORMAT=cache_format,
+        OUT_FORMAT=find_format(out.dtype).name,
+        NATIVE_FP8=cache_format in FP8_FORMATS and has_native_fp8(query.device),
         PIN_FP8_V=False,
         BLOCK_M=0,
         BLOCK_N=0,
@@ -170,13 +171,19 @@ def _make_config(
         CLEAR_PADDING=False,
         INDEX_64=(
             INTERPRETED
-            or max(_extent(key), _extent(value)) >= 2**31
+            or max(map(_extent, (key, value, *_slot_scales(options)))) >= 2**31
             # the number of entries is not in the signature: any stride may pass 2**31
             or (block_table is not None and block_table.stride(1) > 1)
         ),
         UPCAST=must_widen(query.dtype),
         ROW_SUMS=INTERPRETED and options.batch_invariant,
     )
+
+
+def _slot_scales(options: AttentionOptions) -> list[Tensor]:
+    """Return the scales that have one number per slot and head."""
+    scales = (options.k_scale, options.v_scale)
+    return [scale for scale in scales if isinstance(scale, Tensor) and scale.dim() == 3]
 
 
 def _extent(tensor: Tensor) -> int:
@@ -216,8 +223,3 @@ def _strides(
         table_entry,
         *out.stride(),
     )
-
-
-def _fp8_kind(dtype: torch.dtype) -> int:
-    """Return 1 or 2 for an FP8 dtype, its index in FP8_DTYPES plus 1; otherwise 0."""
-    return FP8_DTYPES.index(dtype) + 1 if dtype in FP8_DTYPES else 0

@@ -12,6 +12,7 @@ from .....contract.attention_options import AttentionOptions
 from ....runtime.attention_call import AttentionCall
 from ....runtime.family import KernelFamily, Role
 from ...portable.arguments import Config, Strides
+from ...portable.formats.fp8 import FP8_FORMATS
 from ...portable.host.launches import DecodeKernel
 from ...portable.host.make_launches import make_launches
 from ...portable.host.plans import PortableDecodePlan
@@ -81,7 +82,9 @@ def takes_signature(
         strides, config: of the portable launches.
         short_rows: rows of a short request, at most; 0 without a decode launch.
     """
-    if not config.CACHE_FP8 or query.dtype not in (torch.bfloat16, torch.float16):
+    if config.CACHE_FORMAT not in FP8_FORMATS:
+        return False
+    if query.dtype not in (torch.bfloat16, torch.float16):
         return False
     if short_rows != BLOCK_M or type(options.causal) is not bool:
         return False

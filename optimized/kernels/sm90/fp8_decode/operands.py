@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...fp8 import load_scale
-from ...portable.load_q import fit_float16
+from ...portable.formats.fp8 import fit_float16
 from .config import PAGE, WARP_SIZE
 
 DECODE_E4M3 = gl.constexpr("cvt.rn.f16x2.e4m3x2")

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...portable.epilogue import scale_values
+from ...portable.formats.cache_tile import scale_values
 from ...portable.load_q import number_rows
 from ...portable.options.score import modify_scores
 from ...portable.options.sinks import start_with_sinks
@@ -112,7 +112,7 @@ def attend(
         acc = acc * alpha[:, None]
         m_all = m_new
     result, lse = normalize(acc, l_all, m_all)
-    return scale_values(result, call, kv_head, config.CACHE_FP8), lse, rows
+    return scale_values(result, call, kv_head, config), lse, rows
 
 
 @gluon.jit
@@ -137,7 +137,7 @@ def _attend_to_keys(call, tile, begin, end, never, config: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     BLOCK_N: gl.constexpr = config.BLOCK_N
     KEYS: gl.constexpr = BLOCK_N // WARPS
-    E5M2: gl.constexpr = config.CACHE_FP8 == 2
+    E5M2: gl.constexpr = config.CACHE_FORMAT == "fp8_e5m2"
     K_SHAPE: gl.constexpr = words_shape(WARPS, KEYS // PAGE, config.BLOCK_D // 4, True)
     V_SHAPE: gl.constexpr = words_shape(
         WARPS, KEYS // PAGE, config.BLOCK_DV // 4, False

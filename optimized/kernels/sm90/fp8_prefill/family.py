@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .....contract.kinds import FP8_DTYPES
+from .....contract.cache_formats import PLAIN, find_format
 from ....runtime.attention_call import AttentionCall
 from ....runtime.cost_constants import DECODE_BYTES_PER_US, LAUNCH_US
 from ....runtime.cost_layer import BatchBounds, Layer
@@ -30,6 +30,7 @@ from ....runtime.launcher import Launcher, next_power_of_2
 from ....runtime.workspace import find_workspace
 from ...fp8 import has_native_fp8, scale_arguments, scale_strides
 from ...portable.arguments import Config
+from ...portable.formats.fp8 import FP8_FORMATS
 from ...portable.options.score import ScoreConstants
 from ...portable.options.visible_range import lower_masks
 from ..common.chip import is_hopper
@@ -173,7 +174,8 @@ class Fp8PrefillPlan:
 def _takes_signature(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     key, value = call.key, call.value
-    if key.dtype not in FP8_DTYPES or value.dtype != key.dtype:
+    form = find_format(key.dtype, call.options.k_scale)
+    if form.name not in FP8_FORMATS or value.dtype != key.dtype:
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
@@ -235,8 +237,8 @@ def _make_launcher(call: AttentionCall) -> Launcher:
         BLOCK_SIZE=key.shape[1],
         masks=lower_masks(call.options, call.query_start_loc)[1],
         scores=ScoreConstants(0.0),
-        CACHE_FP8=FP8_DTYPES.index(key.dtype) + 1,
-        OUT_FP8=0,
+        CACHE_FORMAT=find_format(key.dtype).name,
+        OUT_FORMAT=PLAIN.name,
         NATIVE_FP8=has_native_fp8(query.device),
         PIN_FP8_V=False,
         BLOCK_M=0,

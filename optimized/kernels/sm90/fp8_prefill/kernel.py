@@ -91,7 +91,7 @@ def _convert(
         + (d * strides.element)[None, :]
     )
     codes = tl.load(base + offset, mask=is_key[:, None] & is_element, other=0)
-    numbers = decode_fp8(codes, config.CACHE_FP8 == 2, config.NATIVE_FP8)
+    numbers = decode_fp8(codes, config.CACHE_FORMAT == "fp8_e5m2", config.NATIVE_FP8)
     in_block = tl.arange(0, BLOCK)
     tl.store(
         out + (in_block * strides.converted_slot)[:, None] + d[None, :],

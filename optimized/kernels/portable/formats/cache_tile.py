@@ -1,0 +1,116 @@
+"""What the format of a cache does to queries, KV tiles, scores, weights and results.
+
+`config.CACHE_FORMAT` is the name of the format. A branch that is not taken is not compiled.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .fp8 import decode_fp8_k, decode_fp8_v, scale_fp8_queries, scale_fp8_values
+from .int8_per_token_head import (
+    decode_int8,
+    load_slot_scales,
+    scale_int8_values,
+    scale_int8_weights,
+)
+from .plain import upcast
+
+
+class TileScales(NamedTuple):
+    """The scales of a KV tile's keys and values, in formats with a scale per token.
+
+    Args:
+        k, v: [BLOCK_N] float32; () in other formats.
+    """
+
+    k: Any
+    v: Any
+
+
+@triton.jit
+def scale_queries(q, qk_scale, call, kv_head, config: tl.constexpr):
+    """Return queries, and the scale of their dot products, with the keys' scale of this head.
+
+    Args:
+        q: [BLOCK_M, BLOCK_D].
+        qk_scale: A number; what is returned may be [BLOCK_M, 1].
+    """
+    if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
+        q, qk_scale = scale_fp8_queries(q, qk_scale, call, kv_head, config)
+    return q, qk_scale
+
+
+@triton.jit
+def decode_k(k, dtype, config: tl.constexpr):
+    """Return keys as numbers in the dtype of the queries: [BLOCK_N, BLOCK_D]."""
+    if config.CACHE_FORMAT == "auto":
+        k = upcast(k, config)
+    elif config.CACHE_FORMAT == "int8_per_token_head":
+        k = decode_int8(k, dtype)
+    else:
+        k = decode_fp8_k(k, dtype, config)
+    return k
+
+
+@triton.jit
+def decode_v(v, dtype, config: tl.constexpr):
+    """Return values as numbers in the dtype of the queries: [BLOCK_N, BLOCK_DV]."""
+    if config.CACHE_FORMAT == "auto":
+        v = upcast(v, config)
+    elif config.CACHE_FORMAT == "int8_per_token_head":
+        v = decode_int8(v, dtype)
+    else:
+        v = decode_fp8_v(v, dtype, config)
+    return v
+
+
+@triton.jit
+def load_tile_scales(
+    call, kv_head, block_id, slot, keys, config: tl.constexpr, MASKED: tl.constexpr
+):
+    """Return the scales of a KV tile.
+
+    Args:
+        block_id, slot: [BLOCK_N] where its keys are stored.
+        keys: KVTileKeys.
+    """
+    k_scale = ()
+    v_scale = ()
+    if config.CACHE_FORMAT == "int8_per_token_head":
+        k_scale = load_slot_scales(
+            call.option_tensors.k_scale, call.scale_strides.k, kv_head, block_id, slot,
+            keys.is_key, MASKED,
+        )  # fmt: skip
+        v_scale = load_slot_scales(
+            call.option_tensors.v_scale, call.scale_strides.v, kv_head, block_id, slot,
+            keys.is_key, MASKED,
+        )  # fmt: skip
+    return TileScales(k_scale, v_scale)
+
+
+@triton.jit
+def scale_scores(qk, scales, config: tl.constexpr):
+    """Return dot products with the scale of each key: [BLOCK_M, BLOCK_N]."""
+    if config.CACHE_FORMAT == "int8_per_token_head":
+        qk = qk * scales.k[None, :]
+    return qk
+
+
+@triton.jit
+def scale_weights(p, scales, config: tl.constexpr):
+    """Return weights with the scale of each value: [BLOCK_M, BLOCK_N]."""
+    if config.CACHE_FORMAT == "int8_per_token_head":
+        p = scale_int8_weights(p, scales.v)
+    return p
+
+
+@triton.jit
+def scale_values(result, call, kv_head, config: tl.constexpr):
+    """Return finished rows with the values' scale of this head: [BLOCK_M, BLOCK_DV]."""
+    if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
+        result = scale_fp8_values(result, call, kv_head)
+    elif config.CACHE_FORMAT == "int8_per_token_head":
+        result = scale_int8_values(result)
+    return result

@@ -1,0 +1,256 @@
+"""Cache formats: how a KV cache stores keys and values, and what scales belong to them.
+
+A cache either stores numbers as they are, or codes of fewer bits. A code times its scale is the
+number. Formats differ in the dtype of the codes, and in the axes of the scales. The scales of some
+are given with the call; those of others are measured by the write, one per token and head, and
+stored with the codes.
+
+A format has one file of its own in each of these folders, named by its field `file`:
+`reference/cache/formats/` (store and load), `optimized/kernels/portable/formats/` (the same in
+kernels) and `shared/validation/formats/` (its scales, checked and drawn).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from pkgutil import iter_modules
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from .checks import check_positive
+
+
+class ScaleAxes(Enum):
+    """The axes of a cache's scales; keys and values have scales of their own."""
+
+    TENSOR = "one number for all"
+    HEAD = "[kv_heads]"
+    TOKEN_HEAD = "[num_blocks, block_size, kv_heads]"
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How a cache stores keys and values.
+
+    Args:
+        name: vLLM's name, the value of `kv_cache_dtype`.
+        file: Name of its files. Formats that share code share a file.
+        dtype: Optional. Dtype of the stored elements. If None, that of the keys and values.
+        scales: The axes that its scales may have. None if numbers are stored as they are.
+        aliases: Other names of the format.
+        is_output: Whether the output of attention may have it too.
+
+    Example:
+        int8_per_token_head: 8 heads of 128 codes for keys and for values, each with a float32
+        scale: 8 * 2 * (128 + 4) = 2,112 bytes per slot. A page of 16 slots has 33,792 bytes. In
+        bfloat16 it has 65,536.
+
+        >>> FORMATS["int8_per_token_head"].page_bytes(16, 8, 128, 128, torch.bfloat16)
+        33792
+        >>> FORMATS["auto"].page_bytes(16, 8, 128, 128, torch.bfloat16)
+        65536
+    """
+
+    name: str
+    file: str
+    dtype: torch.dtype | None = None
+    scales: tuple[ScaleAxes, ...] = ()
+    aliases: tuple[str, ...] = ()
+    is_output: bool = False
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether elements are codes, which are multiplied by a scale."""
+        return bool(self.scales)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a write measures the scales and stores them; otherwise they are given."""
+        return ScaleAxes.TOKEN_HEAD in self.scales
+
+    def page_bytes(
+        self,
+        block_size: int,
+        kv_heads: int,
+        head_size: int,
+        value_head_size: int,
+        dtype: torch.dtype,
+    ) -> int:
+        """Return the bytes of a block: its keys, its values, and the scales that are stored.
+
+        Args:
+            dtype: Dtype of the keys and values.
+        """
+        check_positive(
+            block_size=block_size,
+            kv_heads=kv_heads,
+            head_size=head_size,
+            value_head_size=value_head_size,
+        )
+        elements = (head_size + value_head_size) * (self.dtype or dtype).itemsize
+        return block_size * kv_heads * (elements + 8 * self.is_measured)
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        CacheFormat("auto", "plain"),
+        CacheFormat(
+            name="fp8_e4m3",
+            file="fp8",
+            dtype=torch.float8_e4m3fn,
+            scales=(ScaleAxes.TENSOR, ScaleAxes.HEAD),
+            aliases=("fp8",),
+            is_output=True,
+        ),
+        CacheFormat(
+            name="fp8_e5m2",
+            file="fp8",
+            dtype=torch.float8_e5m2,
+            scales=(ScaleAxes.TENSOR, ScaleAxes.HEAD),
+            is_output=True,
+        ),
+        CacheFormat(
+            name="int8_per_token_head",
+            file="int8_per_token_head",
+            dtype=torch.int8,
+            scales=(ScaleAxes.TOKEN_HEAD,),
+        ),
+    )
+}
+"""All formats by name."""
+
+PLAIN = FORMATS["auto"]
+"""Elements are the keys and values themselves."""
+
+CODE_DTYPES = tuple(
+    dict.fromkeys(each.dtype for each in FORMATS.values() if each.dtype is not None)
+)
+"""Dtypes of caches whose elements are codes."""
+
+GIVEN_SCALE_DTYPES = tuple(
+    each.dtype
+    for each in FORMATS.values()
+    if each.dtype is not None and not each.is_measured
+)
+"""Dtypes of codes whose scales are given: those of layers of an engine, and of latent caches."""
+
+OUTPUT_DTYPES = tuple(
+    each.dtype for each in FORMATS.values() if each.dtype is not None and each.is_output
+)
+"""Dtypes of codes that an output may have."""
+
+
+def find_format(dtype: torch.dtype, scale: Tensor | float | None = None) -> CacheFormat:
+    """Return the format of a cache.
+
+    Args:
+        dtype: Dtype of its elements.
+        scale: Optional. Scale of its keys. It tells formats with the same dtype apart. If None,
+            the first format with that dtype is returned.
+    """
+    found = [each for each in FORMATS.values() if each.dtype == dtype]
+    if len(found) > 1 and scale is not None:
+        has_slots = isinstance(scale, Tensor) and scale.dim() == 3
+        found = [each for each in found if each.is_measured == has_slots] or found
+    return found[0] if found else PLAIN
+
+
+CACHE_DTYPE_NAMES = {
+    name: each.dtype
+    for each in FORMATS.values()
+    if each.dtype in GIVEN_SCALE_DTYPES and each.dtype is not None
+    for name in (*each.aliases, each.name)
+}
+"""vLLM's names of quantized caches whose scales a layer has."""
+
+
+def cache_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a layer's cache by vLLM's name.
+
+    Args:
+        name: "auto" for the model's dtype, "fp8", "fp8_e4m3" or "fp8_e5m2".
+        model_dtype: dtype of the keys and values.
+
+    Raises:
+        ValueError: another name. A layer does not take a format whose scales are stored in the
+            cache.
+    """
+    if name == PLAIN.name:
+        return model_dtype
+    if name not in CACHE_DTYPE_NAMES:
+        raise ValueError(
+            f"kv_cache_dtype = {name!r}: expected {PLAIN.name}, {', '.join(CACHE_DTYPE_NAMES)}"
+        )
+    return CACHE_DTYPE_NAMES[name]
+
+
+def split_page(
+    page: Tensor, head_size: int, value_head_size: int, form: CacheFormat
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return views of the keys, the values and their scales in pages that hold all of them.
+
+    The bytes of one slot and head are, in this order, the codes of its key, the key's scale, the
+    codes of its value and the value's scale.
+
+    Args:
+        page: [num_blocks, block_size, kv_heads, bytes] uint8 or int8, with any strides but 1 for
+            the last axis. A page that is stored head by head is a transposed view.
+        head_size, value_head_size: Elements of a key and of a value.
+        form: A format whose scales are measured.
+
+    Returns:
+        key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
+
+    Raises:
+        ValueError: a slot has another number of bytes, or a scale does not begin at a multiple of
+            4 bytes.
+    """
+    assert form.dtype is not None and form.is_measured
+    sizes = [
+        head_size * form.dtype.itemsize,
+        4,
+        value_head_size * form.dtype.itemsize,
+        4,
+    ]
+    if page.shape[-1] != sum(sizes):
+        raise ValueError(
+            f"page has shape {list(page.shape)}: expected {sum(sizes)} bytes per slot and head"
+        )
+    starts = [*page.stride()[:-1], page.storage_offset(), sizes[0], sizes[2]]
+    if page.stride(-1) != 1 or any(each % 4 for each in starts):
+        raise ValueError(
+            f"head_size = {head_size} and value_head_size = {value_head_size} in a page with"
+            f" strides {list(page.stride())}: expected scales at multiples of 4 bytes; keep them"
+            " in tensors of their own"
+        )
+    key, k_scale, value, v_scale = page.split(sizes, dim=-1)
+    return (
+        key.view(form.dtype),
+        value.view(form.dtype),
+        k_scale.view(torch.float32).squeeze(-1),
+        v_scale.view(torch.float32).squeeze(-1),
+    )
+
+
+def import_format_files(package: str, folder: Iterable[str]) -> dict[str, ModuleType]:
+    """Return the modules of a package by the name of their file.
+
+    Args:
+        package: Name of the package, its `__name__`.
+        folder: Its `__path__`.
+
+    Raises:
+        ImportError: A format has no file, or a file belongs to no format.
+    """
+    names = {each.name for each in iter_modules(folder)}
+    wanted = {each.file for each in FORMATS.values()}
+    if wrong := sorted(names ^ wanted):
+        raise ImportError(
+            f"{package}.{wrong[0]}: expected one file per cache format, which are"
+            f" {', '.join(sorted(wanted))}"
+        )
+    return {name: import_module(f"{package}.{name}") for name in sorted(names)}

@@ -1,0 +1,24 @@
+"""Validation of the scales of an int8 cache: one per token and head."""
+
+import torch
+from torch import Tensor
+
+from ..primitives import check_dtype, check_same_device
+
+
+def validate(
+    name: str, scale: Tensor | float | None, key_cache: Tensor, contents: bool
+) -> None:
+    """Raise if the scales are not [num_blocks, block_size, kv_heads] float32.
+
+    Their numbers are not read: those of slots that are not used may be anything.
+    """
+    expected = f"float32 scales {list(key_cache.shape[:3])}, one per slot and head"
+    if not isinstance(scale, Tensor):
+        raise ValueError(
+            f"{name} = {scale}: expected {expected}, as the cache is {key_cache.dtype}"
+        )
+    check_dtype(name, scale, torch.float32)
+    if scale.shape != key_cache.shape[:3]:
+        raise ValueError(f"{name} has shape {list(scale.shape)}: expected {expected}")
+    check_same_device(key_cache=key_cache, **{name: scale})

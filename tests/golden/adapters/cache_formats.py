@@ -1,0 +1,85 @@
+"""Caches with a scale per token and head: writes, and attention over them."""
+
+from typing import Any
+
+import torch
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import FORMATS, split_page
+from torch import Tensor
+
+from golden.adapters.attention import per_head
+from golden.cases import adapter
+
+INT8 = FORMATS["int8_per_token_head"]
+
+
+def caches_before(inputs: dict[str, Any]) -> tuple[Tensor | None, list[Tensor]]:
+    """Return the pages of a case, if it has pages, and the caches and scales in them."""
+    blocks, block_size = inputs["num_blocks"], inputs["block_size"]
+    heads, size = inputs["key"].shape[1:]
+    value_size, device = inputs["value"].shape[2], inputs["key"].device
+    byte, scale = inputs["fill"]["cache_byte"], inputs["fill"]["scale"]
+    if inputs["layout"] == "separate":
+        shape = (blocks, block_size, heads)
+        codes = [
+            torch.full((*shape, each), byte, dtype=torch.int8, device=device)
+            for each in (size, value_size)
+        ]
+        return None, [*codes, *(torch.full(shape, scale, device=device) for _ in "kv")]
+    is_by_head = inputs["layout"] == "inline_HN"
+    order = (heads, block_size) if is_by_head else (block_size, heads)
+    shape = (blocks, *order, size + value_size + 8)
+    page = torch.full(shape, byte, dtype=torch.uint8, device=device)
+    slots = page.transpose(1, 2) if is_by_head else page
+    parts = split_page(slots, size, value_size, INT8)
+    for each in parts[2:]:
+        each.fill_(scale)
+    return page, [*parts]
+
+
+@adapter("v033_reshape_and_cache_int8_per_token_head", on_device=True)
+def write(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    page, caches = caches_before(inputs)
+    tokens = []
+    for name in ("key", "value"):
+        new = inputs[name]
+        if strides := inputs.get(f"{name}_stride"):
+            strided = new.new_empty_strided(new.shape, strides)
+            new = strided.copy_(new)
+        tokens.append(new)
+    twin.reshape_and_cache(
+        *tokens, *caches[:2], inputs["slot_mapping"], caches[2], caches[3]
+    )
+    if page is not None:
+        by_head = inputs["layout"] == "inline_HN"
+        dims = "block,head,slot,byte" if by_head else "block,slot,head,byte"
+        return {"page_bytes": page, "page_dims": dims}
+    names = ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
+    return dict(zip(names, caches, strict=True))
+
+
+@adapter("v033_unified_attention_int8_per_token_head", on_device=True)
+def attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    starts, seq_lens = inputs["cu_seqlens_q"], inputs["seq_lens"]
+    return {
+        "out": twin.paged_attention(
+            inputs["query"],
+            inputs["key_cache"],
+            inputs["value_cache"],
+            inputs["block_table"],
+            starts,
+            seq_lens,
+            int(starts.diff().max()),
+            int(seq_lens.max()),
+            scale=inputs["softmax_scale"],
+            options=AttentionOptions(
+                causal=inputs["causal"],
+                sliding_window=inputs["sliding_window"],
+                logits_soft_cap=inputs["softcap"] or None,
+                alibi_slopes=per_head(inputs.get("alibi_slopes")),
+                sinks=per_head(inputs.get("sinks")),
+                k_scale=inputs["k_scale_cache"],
+                v_scale=inputs["v_scale_cache"],
+            ),
+        )
+    }
