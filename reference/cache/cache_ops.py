@@ -88,13 +88,12 @@ def reshape_and_cache(
         ... )
         >>> float(key_cache[2, 1]), float(value_cache[2, 1])
         (10.0, 448.0)
-        >>> key_cache = torch.zeros(3, 4, 1, 1, dtype=torch.int8)
-        >>> k_scale = torch.zeros(3, 4, 1)
+        >>> codes, scales = torch.zeros(3, 4, 1, 1, dtype=torch.int8), torch.zeros(3, 4, 1)
         >>> reshape_and_cache(
-        ...     key, key, key_cache, key_cache.clone(), slot_mapping,
-        ...     k_scale=k_scale, v_scale=k_scale.clone(),
+        ...     key, key, codes, codes.clone(), slot_mapping,
+        ...     k_scale=scales, v_scale=scales.clone(),
         ... )
-        >>> int(key_cache[2, 1]), round(float(k_scale[2, 1]), 4)
+        >>> int(codes[2, 1]), round(float(scales[2, 1]), 4)
         (127, 0.0394)
     """
     block_size = key_cache.shape[1]

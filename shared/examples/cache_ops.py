@@ -33,7 +33,7 @@ def draw() -> list[Text]:
 EXAMPLES = (
     Example(
         "reshape_and_cache",
-        "Token 0 goes to slot 9, token 1 nowhere; then the same into a cache of eight bits.",
+        "Token 0 goes to slot 9, token 1 nowhere; then the same into caches of eight bits.",
         (
             StoryStep(
                 "The slots are 9 and -1. Token 1 has a negative one: it is not stored, and the"
@@ -54,7 +54,13 @@ EXAMPLES = (
                 " than the largest number of float8_e4m3fn, and becomes that number.",
                 "torch.finfo(torch.float8_e4m3fn).max",
                 "448.0",
-                step="divide by the scales if the cache is FP8",
+                step="encode the key and the value in the format of the cache",
+            ),
+            StoryStep(
+                "The third is int8_per_token_head. Its write measures the scale: the largest size"
+                " of the key is 5, so the scale is 5 / 127 = 0.0394, and the code 127.",
+                "round(float(codes[2, 1] * scales[2, 1]), 6)",
+                "5.0",
             ),
             StoryStep(
                 "Both are stored there; counted through, that is place 9 of the 12. Read back"

@@ -155,6 +155,13 @@ class Call:
             ]
             return [OracleRequest(q, *kv) for q, kv in zip(queries, found, strict=True)]
         pair = [self.arguments[name].cpu() for name in ("key_cache", "value_cache")]
+        scales = [self.arguments.get(name) for name in ("k_scale", "v_scale")]
+        # scales per slot and head are gathered as the keys are
+        pair += [
+            scale.cpu()
+            for scale in scales
+            if isinstance(scale, Tensor) and scale.dim() == 3
+        ]
         block_size = pair[0].shape[1]
         requests = []
         for query, key_len, row in zip(queries, self.key_lens, self.rows, strict=True):

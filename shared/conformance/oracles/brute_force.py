@@ -36,11 +36,15 @@ class OracleRequest:
         query: [queries, query_heads, head_size].
         key: [keys, kv_heads, head_size].
         value: [keys, kv_heads, value_head_size].
+        k_scale, v_scale: Optional. [keys, kv_heads] scales of a cache that has one per token. If
+            None, those of the options are meant.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,8 +111,11 @@ def attend_by_hand(
         kv_heads = request.key.shape[1]
         # consecutive query heads share a kv head
         reads = [head * kv_heads // query_heads for head in range(query_heads)]
-        key = request.key.double() * column(given.get("k_scale", 1.0), kv_heads)
-        value = request.value.double() * column(given.get("v_scale", 1.0), kv_heads)
+        k_scale, v_scale = given.get("k_scale", 1.0), given.get("v_scale", 1.0)
+        if request.k_scale is not None and request.v_scale is not None:
+            k_scale, v_scale = request.k_scale, request.v_scale
+        key = request.key.double() * column(k_scale, kv_heads)
+        value = request.value.double() * column(v_scale, kv_heads)
         queries, keys = positions_of(req, len(request.query), len(request.key), given)
         for own, position in enumerate(queries):
             visible = [
@@ -217,7 +224,9 @@ def biases(
 
 
 def column(scale: Tensor | float, kv_heads: int) -> Tensor:
-    """Return [kv_heads, 1] the scale of each head."""
+    """Return [kv_heads, 1] the scale of each head, or [keys, kv_heads, 1] that of each token."""
+    if isinstance(scale, Tensor) and scale.dim() == 2:
+        return scale.double()[..., None]
     numbers = torch.as_tensor(scale, dtype=torch.float64).flatten()
     return numbers.expand(kv_heads)[:, None]
 
