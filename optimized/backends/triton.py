@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.cache_formats import TENSOR_SCALE_DTYPES
 from ...contract.graph_classes import AttentionCGSupport
-from ...contract.kinds import CACHE_DTYPES, FP8_DTYPES, HOST, AttentionType
+from ...contract.kinds import CACHE_DTYPES, HOST, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value
 from ...contract.specs import KVCacheSpec
@@ -128,7 +129,7 @@ class TritonAttentionBackend(AttentionBackend):
     builder_cls = TritonAttentionMetadataBuilder
     get_kv_cache_shape = staticmethod(get_kv_cache_shape)
     supported_dtypes = CACHE_DTYPES
-    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_kv_cache_dtypes = TENSOR_SCALE_DTYPES
     supported_attn_types = tuple(AttentionType)
 
     @staticmethod

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES, AttentionType
+from ...contract.cache_formats import TENSOR_SCALE_DTYPES
+from ...contract.kinds import AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value
 from ...contract.specs import CrossAttentionSpec, KVCacheSpec
@@ -175,7 +176,7 @@ class XFormersAttentionBackend(AttentionBackend):
     metadata_cls = XFormersAttentionMetadata
     builder_cls = XFormersAttentionMetadataBuilder
     supported_dtypes = (torch.float16, torch.bfloat16)
-    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_kv_cache_dtypes = TENSOR_SCALE_DTYPES
     supported_kernel_block_sizes = (MultipleOf(16),)
     supported_attn_types = tuple(AttentionType)
 

@@ -110,7 +110,7 @@ def _lower_write(
     tile = choose_tile(elements)
     tokens = choose_tokens(tile)
     grid = (triton.cdiv(num_slots, tokens), triton.cdiv(elements, tile))
-    dtype = key_cache.dtype
+    name = find_format(key_cache.dtype, k_scale).name
     if k_scale is None:
         key, value = as_bits(key, value)
     key_cache, value_cache = as_bits(key_cache, value_cache)
@@ -123,11 +123,11 @@ def _lower_write(
         num_slots,
         kv_heads,
         slot_mapping.stride(0),
-        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, E5M2, NATIVE_FP8, TOKENS, ELEMENTS
+        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, CACHE_FORMAT, NATIVE_FP8, TOKENS, ELEMENTS
         block_size,
         head_size,
         value_head_size,
-        dtype == torch.float8_e5m2,
+        name,
         k_scale is not None and has_fp8_encoding(key_cache.device),
         tokens,
         tile,
@@ -145,24 +145,25 @@ def _lower_measured_write(
     v_scale: Any,
 ) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
     """Return what `_lower_write` returns, for a cache with a scale per slot and head."""
-    num_slots = slot_mapping.shape[0]
+    count = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
     value_head_size = value_cache.shape[3]
     tiles = [triton.next_power_of_2(each) for each in (head_size, value_head_size)]
     tokens = choose_tokens(min(max(tiles), ELEMENTS_PER_WRITE))
-    grid = (triton.cdiv(num_slots, tokens), kv_heads)
+    grid = (triton.cdiv(count, tokens), kv_heads)
     arguments = (
         NewTokens(key, *key.stride()),
         NewTokens(value, *value.stride()),
         MeasuredHalf(key_cache, k_scale, *k_scale.stride(), *key_cache.stride()),
         MeasuredHalf(value_cache, v_scale, *v_scale.stride(), *value_cache.stride()),
         slot_mapping,
-        num_slots,
+        count,
         slot_mapping.stride(0),
-        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, TOKENS, BLOCK_D, BLOCK_DV
+        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, CACHE_FORMAT, TOKENS, BLOCK_D, BLOCK_DV
         block_size,
         head_size,
         value_head_size,
+        find_format(key_cache.dtype, k_scale).name,
         tokens,
         *tiles,
     )
@@ -205,6 +206,7 @@ def gather_cache(
     key_bits, value_bits = as_bits(key_cache, value_cache)
     results = (key, value) if dtype else as_bits(key, value)
     num_reqs = block_table.shape[0]
+    form = find_format(key_cache.dtype, k_scale)
     tile = choose_tile(elements)
     grid = (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
     gather_kv_kernel[grid](
@@ -221,7 +223,8 @@ def gather_cache(
         *block_table.stride(),
         HEAD_SIZE=head_size,
         VALUE_HEAD_SIZE=value_head_size,
-        CACHE_FORMAT=find_format(key_cache.dtype, k_scale).name,
+        CACHE_FORMAT=form.name,
+        IS_MEASURED=form.is_measured and dtype is not None,
         NATIVE_FP8=dtype is not None and has_native_fp8(key_cache.device),
         TOKENS=TOKENS_PER_PROGRAM,
         ELEMENTS=tile,

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .find_request import find_request
-from .fp8 import decode_fp8, load_scale, quantise
-from .portable.formats.int8_per_token_head import encode_int8
+from .fp8 import load_scale
+from .portable.formats.cache_format import decode_codes, encode_given, encode_measured
 
 TOKENS_PER_PROGRAM = 4
 """Tokens that a program gathers."""
@@ -119,7 +119,7 @@ def write_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
-    E5M2: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
@@ -131,6 +131,7 @@ def write_kv_kernel(
     Args:
         key, value: NewTokens.
         key_cache, value_cache: CacheHalf.
+        CACHE_FORMAT: name of the format of the cache.
         NATIVE_FP8: whether FP8 numbers are encoded by an instruction.
         TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
     """
@@ -152,9 +153,9 @@ def write_kv_kernel(
     block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     # step: encode the key and the value in the format of the cache
     if key_cache.scale is not None:
-        new_key = _quantise(new_key, key_cache, head, is_key, E5M2, NATIVE_FP8)
+        new_key = _quantise(new_key, key_cache, head, is_key, CACHE_FORMAT, NATIVE_FP8)
         new_value = _quantise(
-            new_value, value_cache, value_head, is_value, E5M2, NATIVE_FP8
+            new_value, value_cache, value_head, is_value, CACHE_FORMAT, NATIVE_FP8
         )
     # step: store the key and the value
     to = _locate(key_cache, block_id, offset, head, part)
@@ -175,6 +176,7 @@ def write_measured_kv_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -186,6 +188,7 @@ def write_measured_kv_kernel(
     Args:
         key, value: NewTokens.
         key_cache, value_cache: MeasuredHalf.
+        CACHE_FORMAT: name of the format of the cache.
         TOKENS, BLOCK_D, BLOCK_DV: tokens of the tile, and elements of a key and of a value,
             rounded up to powers of two.
     """
@@ -193,22 +196,25 @@ def write_measured_kv_kernel(
     head = tl.program_id(1).to(tl.int64)
     is_token = token < num_slots
     # step: skip tokens without a slot
-    slot = tl.load(slot_mapping + token * mapping_stride, mask=is_token, other=-1)
+    own = slot_mapping + token * mapping_stride
+    slot = tl.load(own, mask=is_token, other=-1)
     # step: find block and offset
-    block_id, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    block_id = slot // BLOCK_SIZE
+    offset = slot - block_id * BLOCK_SIZE
     _write_measured(
-        key, key_cache, token, head, block_id, offset, slot >= 0, HEAD_SIZE, BLOCK_D
-    )
+        key, key_cache, token, head, block_id, offset, slot >= 0,
+        HEAD_SIZE, BLOCK_D, CACHE_FORMAT,
+    )  # fmt: skip
     _write_measured(
         value, value_cache, token, head, block_id, offset, slot >= 0,
-        VALUE_HEAD_SIZE, BLOCK_DV,
+        VALUE_HEAD_SIZE, BLOCK_DV, CACHE_FORMAT,
     )  # fmt: skip
 
 
 @triton.jit
 def _write_measured(
     new, cache, token, head, block_id, offset, stored,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of one head of some tokens.
 
@@ -221,7 +227,7 @@ def _write_measured(
     offsets += (part * new.stride_element)[None, :]
     numbers = tl.load(new.tensor + offsets, mask=written, other=0).to(tl.float32)
     # step: encode the key and the value in the format of the cache
-    codes, scale = encode_int8(numbers)
+    codes, scale = encode_measured(numbers, CACHE_FORMAT)
     # step: store the key and the value
     to = block_id * cache.stride_block + offset * cache.stride_slot
     to += head * cache.stride_head
@@ -244,18 +250,20 @@ def _load_new(new, token, head, part, is_new):
 
 @triton.jit
 def _quantise(
-    numbers, cache, head, is_head, E5M2: tl.constexpr, NATIVE_FP8: tl.constexpr
-):
-    """Return numbers as the bytes of an FP8 cache: [TOKENS, ELEMENTS]."""
+    numbers, cache, head, is_head,
+    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Return numbers as the bytes of a cache whose scales are given: [TOKENS, ELEMENTS]."""
     scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
     is_number: tl.constexpr = cache.scale_stride is None
-    return quantise(numbers.to(tl.float32), scale, E5M2, NATIVE_FP8, is_number)
+    numbers = numbers.to(tl.float32)
+    return encode_given(numbers, scale, CACHE_FORMAT, NATIVE_FP8, is_number)
 
 
 @triton.jit
 def _dequantise(
     codes, cache, block_id, offset, head, is_token, is_head,
-    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr, IS_MEASURED: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers that the codes of a cache mean: [TOKENS, ELEMENTS] float32.
 
@@ -263,7 +271,7 @@ def _dequantise(
         block_id, offset, is_token: [TOKENS] their slots, and which tokens exist.
         head, is_head: [ELEMENTS].
     """
-    if CACHE_FORMAT == "int8_per_token_head":
+    if IS_MEASURED:
         strides = cache.scale_stride
         slots = block_id * strides.block + offset * strides.slot
         scale = tl.load(
@@ -271,12 +279,9 @@ def _dequantise(
             mask=is_token[:, None] & is_head[None, :],
             other=0.0,
         )
-        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32) * scale
     else:
         scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
-        is_e5m2: tl.constexpr = CACHE_FORMAT == "fp8_e5m2"
-        numbers = decode_fp8(codes, is_e5m2, NATIVE_FP8).to(tl.float32) * scale
-    return numbers
+    return decode_codes(codes, CACHE_FORMAT, NATIVE_FP8) * scale
 
 
 @triton.jit
@@ -308,6 +313,7 @@ def gather_kv_kernel(
     VALUE_HEAD_SIZE: tl.constexpr,
     CACHE_FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
+    IS_MEASURED: tl.constexpr,
     TOKENS: tl.constexpr,
     ELEMENTS: tl.constexpr,
 ):
@@ -316,7 +322,8 @@ def gather_kv_kernel(
     Args:
         key_cache, value_cache: CacheHalf.
         num_halvings: bits of num_reqs.
-        CACHE_FORMAT: name of the format of the cache.
+        CACHE_FORMAT, IS_MEASURED: name of the format of the cache, and whether it has a scale per
+            slot and head.
         TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -342,11 +349,11 @@ def gather_kv_kernel(
     if key_cache.scale is not None:
         one_key = _dequantise(
             one_key, key_cache, block_id, offset, head, is_token, is_head,
-            CACHE_FORMAT, NATIVE_FP8,
+            CACHE_FORMAT, NATIVE_FP8, IS_MEASURED,
         )  # fmt: skip
         one_value = _dequantise(
             one_value, value_cache, block_id, offset, value_head, is_token,
-            is_value_head, CACHE_FORMAT, NATIVE_FP8,
+            is_value_head, CACHE_FORMAT, NATIVE_FP8, IS_MEASURED,
         )  # fmt: skip
     written = (token < num_tokens)[:, None]
     to = token.to(tl.int64)[:, None] * (kv_heads * HEAD_SIZE) + element[None, :]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from ...contract.kinds import FP8_DTYPES
+from ...contract.cache_formats import find_format
 from ..runtime.launcher import is_capturing
 
 
@@ -53,7 +53,8 @@ class WarmUpSpec:
     def query_dtype(self) -> torch.dtype:
         """The dtype of queries, new keys and values."""
         cached = self.key_cache.dtype
-        return self.dtype or (torch.bfloat16 if cached in FP8_DTYPES else cached)
+        is_quantised = find_format(cached).is_quantised
+        return self.dtype or (torch.bfloat16 if is_quantised else cached)
 
 
 def check_spec(spec: WarmUpSpec) -> None:
@@ -75,11 +76,11 @@ def check_spec(spec: WarmUpSpec) -> None:
                 " [num_blocks, block_size, kv_heads, head_size], none of them 0"
             )
         cached = getattr(spec, name).dtype
-        if cached not in FP8_DTYPES and cached != spec.query_dtype:
+        if not find_format(cached).is_quantised and cached != spec.query_dtype:
             given = "dtype" if spec.dtype else "dtype (that of key_cache)"
             raise ValueError(
                 f"{given} = {spec.query_dtype} and {name} is {cached}: expected the same dtype,"
-                " or an FP8 cache"
+                " or a quantized cache"
             )
     kv_heads = spec.key_cache.shape[2]
     if spec.num_query_heads % kv_heads:

@@ -10,7 +10,8 @@ one step alone.
 import torch
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES, HOST, AttentionType
+from ...contract.cache_formats import TENSOR_SCALE_DTYPES
+from ...contract.kinds import HOST, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value
 from ...engine.backend_interface import (
@@ -124,7 +125,7 @@ class ReferenceAttentionBackend(AttentionBackend):
     builder_cls = ReferenceAttentionMetadataBuilder
     get_kv_cache_shape = staticmethod(get_kv_cache_shape)
     supported_dtypes = FLOATS
-    supported_kv_cache_dtypes = FP8_DTYPES
+    supported_kv_cache_dtypes = TENSOR_SCALE_DTYPES
     supported_attn_types = tuple(AttentionType)
 
 

@@ -41,7 +41,6 @@ class CacheFormat:
         dtype: Optional. Dtype of the stored elements. If None, that of the keys and values.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
-        is_output: Whether the output of attention may have it too.
 
     Example:
         int8_per_token_head: 8 heads of 128 codes for keys and for values, each with a float32
@@ -59,7 +58,6 @@ class CacheFormat:
     dtype: torch.dtype | None = None
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
-    is_output: bool = False
 
     @property
     def is_quantised(self) -> bool:
@@ -104,14 +102,12 @@ FORMATS = {
             dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.TENSOR, ScaleAxes.HEAD),
             aliases=("fp8",),
-            is_output=True,
         ),
         CacheFormat(
             name="fp8_e5m2",
             file="fp8",
             dtype=torch.float8_e5m2,
             scales=(ScaleAxes.TENSOR, ScaleAxes.HEAD),
-            is_output=True,
         ),
         CacheFormat(
             name="int8_per_token_head",
@@ -131,17 +127,13 @@ CODE_DTYPES = tuple(
 )
 """Dtypes of caches whose elements are codes."""
 
-GIVEN_SCALE_DTYPES = tuple(
+TENSOR_SCALE_DTYPES = tuple(
     each.dtype
     for each in FORMATS.values()
-    if each.dtype is not None and not each.is_measured
+    if each.dtype is not None and ScaleAxes.TENSOR in each.scales
 )
-"""Dtypes of codes whose scales are given: those of layers of an engine, and of latent caches."""
-
-OUTPUT_DTYPES = tuple(
-    each.dtype for each in FORMATS.values() if each.dtype is not None and each.is_output
-)
-"""Dtypes of codes that an output may have."""
+"""Dtypes of codes that one number for all may multiply. Layers of an engine, latent caches, queries
+and outputs take these."""
 
 
 def find_format(dtype: torch.dtype, scale: Tensor | float | None = None) -> CacheFormat:
@@ -162,7 +154,7 @@ def find_format(dtype: torch.dtype, scale: Tensor | float | None = None) -> Cach
 CACHE_DTYPE_NAMES = {
     name: each.dtype
     for each in FORMATS.values()
-    if each.dtype in GIVEN_SCALE_DTYPES and each.dtype is not None
+    if each.dtype is not None and each.dtype in TENSOR_SCALE_DTYPES
     for name in (*each.aliases, each.name)
 }
 """vLLM's names of quantized caches whose scales a layer has."""

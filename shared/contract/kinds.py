@@ -1,6 +1,7 @@
 """Constants of the whole project: special values, dtypes, attention types."""
 
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -17,9 +18,6 @@ HOST = torch.device("cpu")
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of the optimized twin's caches; the reference also takes float64."""
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of a quantized cache, whose numbers are multiplied by a scale."""
 
 
 class AttentionType(str, Enum):
@@ -38,28 +36,18 @@ class AttentionType(str, Enum):
         return self.value
 
 
-CACHE_DTYPE_NAMES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
+_MOVED = {
+    "CACHE_DTYPE_NAMES": "CACHE_DTYPE_NAMES",
+    "FP8_DTYPES": "TENSOR_SCALE_DTYPES",
+    "cache_dtype_of": "cache_dtype_of",
 }
-"""vLLM's names of quantized caches."""
 
 
-def cache_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a cache by vLLM's name.
-
-    Args:
-        name: "auto" for the model's dtype, "fp8", "fp8_e4m3" or "fp8_e5m2".
-        model_dtype: dtype of the keys and values.
-
-    Raises:
-        ValueError: another name.
-    """
-    if name == "auto":
-        return model_dtype
-    if name not in CACHE_DTYPE_NAMES:
-        raise ValueError(
-            f"kv_cache_dtype = {name!r}: expected auto, {', '.join(CACHE_DTYPE_NAMES)}"
+def __getattr__(name: str) -> Any:
+    """Raise ImportError for a name that has moved."""
+    if name in _MOVED:
+        raise ImportError(
+            f"pagetwin.contract.kinds.{name} is now"
+            f" pagetwin.contract.cache_formats.{_MOVED[name]}"
         )
-    return CACHE_DTYPE_NAMES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

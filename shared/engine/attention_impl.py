@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from ..contract.kinds import FP8_DTYPES, AttentionType
+from ..contract.cache_formats import find_format
+from ..contract.kinds import AttentionType
 from ..contract.metadata_classes import PagedAttentionMetadata
 from ..contract.shapes import (
     Key,
@@ -271,7 +272,8 @@ class AttentionImpl(ABC):
             ValueError: the layer has no scales.
         """
         check_cache_dtype(key_cache, self.kv_cache_dtype, dtype)
-        scales = self._scales(layer, key_cache) if key_cache.dtype in FP8_DTYPES else {}
+        is_quantised = find_format(key_cache.dtype).is_quantised
+        scales = self._scales(layer, key_cache) if is_quantised else {}
         return LayerCache(key_cache, value_cache[..., : self.head_size_v], scales)
 
     def _scales(self, layer: object, kv_cache: Tensor) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..contract.kinds import AttentionType, cache_dtype_of
+from ..contract.cache_formats import cache_dtype_of
+from ..contract.kinds import AttentionType
 from ..contract.layouts import BLOCK, HEAD, SLOT, KVCacheLayout
 from ..contract.specs import MultipleOf as MultipleOf
 from ..validation import check_positive

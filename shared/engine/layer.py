@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contract.kinds import AttentionType, cache_dtype_of
+from ..contract.cache_formats import cache_dtype_of
+from ..contract.kinds import AttentionType
 from ..contract.metadata_classes import PagedAttentionMetadata
 from ..contract.specs import (
     CacheConfig,

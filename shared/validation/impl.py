@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.kinds import FP8_DTYPES, AttentionType, cache_dtype_of
+from ..contract.cache_formats import TENSOR_SCALE_DTYPES, cache_dtype_of
+from ..contract.kinds import AttentionType
 from .primitives import check_positive
 from .score_numbers import LARGEST_SLOPE, check_soft_cap
 
@@ -128,7 +129,7 @@ def check_impl_forward(
         )
     if output is None:
         raise ValueError("output = None: expected a tensor of the shape of query")
-    is_quantised = output.dtype in FP8_DTYPES
+    is_quantised = output.dtype in TENSOR_SCALE_DTYPES
     if is_quantised and output_scale is None:
         raise ValueError(
             f"output_scale = None: expected a scale, as output is {output.dtype}"
@@ -136,7 +137,7 @@ def check_impl_forward(
     if output_scale is not None and not is_quantised:
         raise ValueError(
             f"output_scale is given but output is {output.dtype}: expected a tensor of"
-            f" {' or '.join(map(str, FP8_DTYPES))}"
+            f" {' or '.join(map(str, TENSOR_SCALE_DTYPES))}"
         )
     return output
 

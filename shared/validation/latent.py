@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import OPTION_NAMES, AttentionOptions
-from ..contract.kinds import FP8_DTYPES
+from ..contract.cache_formats import TENSOR_SCALE_DTYPES
 from .attention import check_bound
 from .attention_options import check_positions, check_scale, reject_options
 from .batch import check_block_ids, check_block_table, check_start_loc
@@ -43,7 +43,7 @@ def check_concat_and_cache_mla(
 ) -> None:
     """Reject a write that does not fit the latent cache, before anything is written."""
     _check_cache(kv_cache, "scale", scale, contents)
-    dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    dtypes = FLOATS if kv_cache.dtype in TENSOR_SCALE_DTYPES else (kv_cache.dtype,)
     check_dtype("kv_c", kv_c, *dtypes)
     check_dtype("k_pe", k_pe, kv_c.dtype)
     _check_new_tokens(kv_c, k_pe)
@@ -83,7 +83,7 @@ def check_latent_decode_attention(
     """Validate the arguments of latent decode attention."""
     _check_options(options)
     _check_cache(kv_cache, "k_scale", options.k_scale, contents)
-    dtypes = FLOATS if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    dtypes = FLOATS if kv_cache.dtype in TENSOR_SCALE_DTYPES else (kv_cache.dtype,)
     check_dtype("q_nope", q_nope, *dtypes)
     _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
     _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
@@ -184,13 +184,13 @@ def _check_cache(
     kv_cache: Tensor, name: str, scale: Tensor | float | None, contents: bool
 ) -> None:
     """Reject a tensor that is not a latent cache, and a missing or superfluous scale."""
-    check_dtype("kv_cache", kv_cache, *FLOATS, *FP8_DTYPES)
+    check_dtype("kv_cache", kv_cache, *FLOATS, *TENSOR_SCALE_DTYPES)
     if kv_cache.dim() != 3:
         raise ValueError(
             f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, block_size,"
             " kv_lora_rank + qk_rope_head_dim]"
         )
-    is_quantised = kv_cache.dtype in FP8_DTYPES
+    is_quantised = kv_cache.dtype in TENSOR_SCALE_DTYPES
     if scale is None and is_quantised:
         raise ValueError(
             f"{name} = None: expected a scale, as kv_cache is {kv_cache.dtype}; 1.0 takes"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..contract.argument_kinds import INT32
 from ..contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
-from ..contract.kinds import FP8_DTYPES
+from ..contract.cache_formats import TENSOR_SCALE_DTYPES
 from ..contract.parallel import KeySplits, PrefillShare, RankBatch, RingShare
 from .attention import check_paged_attention
 from .attention_options import reject_options
@@ -264,8 +264,10 @@ def _check_tokens(query: Tensor, key: Tensor, value: Tensor, tokens: int) -> Non
                 f"{name} has shape {list(tensor.shape)}: expected [{tokens}, heads, size], the"
                 " tokens that the share lists"
             )
-    check_dtype("key", key, *FLOATS, *FP8_DTYPES)
-    check_dtype("query", query, *(FLOATS if key.dtype in FP8_DTYPES else (key.dtype,)))
+    check_dtype("key", key, *FLOATS, *TENSOR_SCALE_DTYPES)
+    check_dtype(
+        "query", query, *(FLOATS if key.dtype in TENSOR_SCALE_DTYPES else (key.dtype,))
+    )
     check_dtype("value", value, key.dtype)
     check_same_device(query=query, key=key, value=value)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.cache_formats import OUTPUT_DTYPES
+from ..contract.cache_formats import TENSOR_SCALE_DTYPES
 from .primitives import check_dtype, check_same_device
 
 SMALLEST, LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -14,7 +14,7 @@ def check_out_scale(
     options: AttentionOptions, query: Tensor, out: Tensor | None, contents: bool
 ) -> None:
     """Raise if an FP8 output has no scale, another output has one, or it is out of range."""
-    is_quantised = out is not None and out.dtype in OUTPUT_DTYPES
+    is_quantised = out is not None and out.dtype in TENSOR_SCALE_DTYPES
     if is_quantised and options.out_scale is None:
         raise ValueError(
             "out_scale = None: expected a scale, as out holds FP8 numbers; 1.0 stores the"
@@ -24,7 +24,7 @@ def check_out_scale(
         given = "None" if out is None else str(out.dtype)
         raise ValueError(
             f"out_scale is given but out is {given}: expected a tensor of"
-            f" {' or '.join(map(str, OUTPUT_DTYPES))}"
+            f" {' or '.join(map(str, TENSOR_SCALE_DTYPES))}"
         )
     check_scale("out_scale", options.out_scale, {"query": query}, None, contents)
 

@@ -26,7 +26,8 @@ from pagetwin.conformance.oracles.brute_force import (
 from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import Verdict
-from pagetwin.contract.kinds import FP8_DTYPES, HOST, cache_dtype_of
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES, cache_dtype_of
+from pagetwin.contract.kinds import HOST
 from pagetwin.contract.metadata_classes import CommonAttentionMetadata
 from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
 from pagetwin.engine.selector import backend_names, load_backend
@@ -110,7 +111,7 @@ class Served:
         self.cache = empty_cache(*sizes, device)
         self.expected = empty_cache(*sizes)
         self.scales = {}
-        if self.cache_dtype in FP8_DTYPES:
+        if self.cache_dtype in TENSOR_SCALE_DTYPES:
             self.scales = {"k_scale": k_scale, "v_scale": v_scale}
         self.layer = SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
         # by request: tokens of its sequence, and all keys and values that it can see, as stored

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.contract.kinds import FP8_DTYPES, AttentionType
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
+from pagetwin.contract.kinds import AttentionType
 from pagetwin.contract.layouts import KVCacheLayout
 from pagetwin.contract.metadata_classes import PagedAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
@@ -325,13 +326,13 @@ def test_a_backend_takes_quantised_caches_and_says_once_what_it_does_not_take(
     if name == "XFORMERS":
         request.getfixturevalue("xformers")
     backend = load_backend(name)
-    for dtype in FP8_DTYPES:
+    for dtype in TENSOR_SCALE_DTYPES:
         spec = KVCacheSpec(16, 2, 64, dtype)
         assert not backend.validate_configuration(spec, device)
     wrong = KVCacheSpec(16, 2, 64, torch.int8)
     (reason,) = backend.validate_configuration(wrong, device)
     assert reason.startswith("dtype = torch.int8: expected one of torch.float16")
-    assert str(FP8_DTYPES[0]) in reason
+    assert str(TENSOR_SCALE_DTYPES[0]) in reason
 
 
 @pytest.mark.parametrize("name", backend_names())

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.contract.kinds import AttentionType, cache_dtype_of
+from pagetwin.contract.cache_formats import cache_dtype_of
+from pagetwin.contract.kinds import AttentionType
 from pagetwin.contract.layouts import KVCacheLayout
 from pagetwin.contract.spec_memory import (
     EngineLimits,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagetwin.contract.kinds import CACHE_DTYPE_NAMES
+from pagetwin.contract.cache_formats import CACHE_DTYPE_NAMES
 
 from .adapters.specs import NO_EFFECT, spec_class
 from .cases import ADAPTERS, Case

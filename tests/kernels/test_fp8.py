@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 from pagetwin.conformance.oracles.dense import same_bits
-from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
 from pagetwin.optimized.kernels.fp8 import (
     LARGEST_QUOTIENT,
     PLAIN_SCALES,
@@ -115,7 +115,7 @@ def edges(dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_every_code_decodes_to_its_number(
     dtype: torch.dtype, native: bool, device: torch.device
 ) -> None:
@@ -137,7 +137,7 @@ def test_every_code_decodes_to_its_number(
     assert same_bits(numbers[~is_nan], expected[~is_nan])
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_every_number_is_rounded_as_the_reference_rounds_it(
     dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -152,7 +152,7 @@ def test_every_number_is_rounded_as_the_reference_rounds_it(
     )
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_every_code_is_what_its_number_becomes(
     dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -161,7 +161,7 @@ def test_every_code_is_what_its_number_becomes(
     assert same_bits(encode(codes.float().to(device), dtype), codes)
 
 
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_a_half_is_rounded_to_even_and_not_away(
     dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -200,7 +200,7 @@ def same_codes(found: Tensor, right: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_quotients_are_rounded_as_the_reference_rounds_them(
     dtype: torch.dtype, native: bool, device: torch.device
 ) -> None:
@@ -266,7 +266,7 @@ def exact_fma(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("exact_fma")
-@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_the_division_by_plain_scales_is_the_nearest_quotient(
     dtype: torch.dtype, device: torch.device
 ) -> None:

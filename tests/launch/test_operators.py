@@ -28,7 +28,7 @@ from pagetwin.contract.attention_options import (
     pack_options,
     unpack_options,
 )
-from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
 from pagetwin.contract.operations import CONCEPTS, Implementation, load_implementation
 from pagetwin.contract.shapes import KVCache
 from pagetwin.engine.layer import Attention
@@ -244,7 +244,7 @@ def lowered(name: str, arguments: Arguments) -> tuple[Any, Arguments]:
 
 
 def is_fp8(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in FP8_DTYPES
+    return isinstance(value, Tensor) and value.dtype in TENSOR_SCALE_DTYPES
 
 
 def with_each(change: Callable[[Tensor], Tensor], arguments: Arguments) -> Arguments:

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
 from pagetwin.optimized.kernels.sm90.fp8_decode import family
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from support import compile_kernels
 from support.compile_prefill_sm90 import BF16, FP16, NAMES, TOOLS, compile_source
 
-E4M3, E5M2 = FP8_DTYPES
+E4M3, E5M2 = TENSOR_SCALE_DTYPES
 COUNTED = ("HMMA", "LDG", "LDS", "STS", "BAR", "LDL", "STL")
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 from pagetwin.contract.attention_options import pack_options
-from pagetwin.contract.kinds import FP8_DTYPES
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
 from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -209,7 +209,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                     q, 4096, 128, torch.bfloat16, r, **o
                 ),
             )
-        for dtype in FP8_DTYPES:
+        for dtype in TENSOR_SCALE_DTYPES:
             options = {"cache_dtype": dtype, "k_scale": torch.ones(8), "v_scale": 0.5}
             yield (
                 f"{kind}, {str(dtype).removeprefix('torch.')} cache",
@@ -241,7 +241,11 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         (
             16,
             "float8_e4m3fn cache",
-            {"cache_dtype": FP8_DTYPES[0], "k_scale": torch.ones(8), "v_scale": 0.5},
+            {
+                "cache_dtype": TENSOR_SCALE_DTYPES[0],
+                "k_scale": torch.ones(8),
+                "v_scale": 0.5,
+            },
         ),
     ):
         yield (
@@ -257,7 +261,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             1,
             "sinks, float8_e4m3fn cache",
             {
-                "cache_dtype": FP8_DTYPES[0],
+                "cache_dtype": TENSOR_SCALE_DTYPES[0],
                 "sinks": torch.ones(32),
                 "k_scale": torch.ones(8),
                 "v_scale": 0.5,

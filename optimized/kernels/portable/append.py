@@ -16,7 +16,7 @@ from .cascade_prefix import fold_prefix, store_prefix
 from .combine import arrive, fold_partial, fold_segments, segment_offset, store_partial
 from .decode import keys_in_segment
 from .epilogue import clear_padding, store_rows
-from .formats.cache_tile import scale_values
+from .formats.cache_format import scale_values
 from .load_kv import KVSource, locate_kv
 from .load_q import find_queries
 from .options.sinks import start_with_sinks

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from ..softmax import normalize, start_softmax, update_softmax
-from .formats.cache_tile import scale_scores, scale_values, scale_weights
+from .formats.cache_format import scale_scores, scale_values, scale_weights
 from .load_kv import load_kv_tile, locate_kv
 from .load_q import find_rows, load_q
 from .options.score import load_score_terms, modify_scores

@@ -18,7 +18,7 @@ from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, make_query_tile
 from .cascade_prefix import PrefixPartials, fold_prefix
 from .epilogue import clear_padding, store_rows
-from .formats.cache_tile import scale_values
+from .formats.cache_format import scale_values
 from .load_kv import locate_kv
 from .load_q import find_queries
 from .options.sinks import start_with_sinks

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .formats.cache_tile import decode_k, decode_v, load_tile_scales
+from .formats.cache_format import decode_k, decode_v, load_tile_scales
 
 
 class KVSource(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .formats.cache_tile import scale_queries
+from .formats.cache_format import scale_queries
 
 
 class QueryRows(NamedTuple):

@@ -14,7 +14,7 @@ from .arguments import CHANGING, KernelCall
 from .attention_tile import attend_to_keys, load_query_tile
 from .combine import arrive, combine_splits, fold_partial, split_offset, store_partial
 from .epilogue import clear_padding, store_rows
-from .formats.cache_tile import scale_values
+from .formats.cache_format import scale_values
 from .load_q import find_queries
 from .options.sinks import start_with_sinks
 from .prefill import find_request

@@ -10,14 +10,14 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
 from ...contract.specs import (
     KVCacheSpec,
 )
 from ..harness.canaries import memory_of, packed
 from ..harness.expect import Disagreement, expect_same
+from .caches import FP8
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8_DTYPES)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8)
 
 
 def numbered_bytes(count: int, device: torch.device) -> Tensor:

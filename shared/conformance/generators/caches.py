@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
+from ...contract.cache_formats import FORMATS
 from ..harness.canaries import (
     packed,
 )
@@ -18,6 +18,10 @@ from .batches import LAYOUTS, empty_cache
 from .forms import nearest_layout
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FP8 = tuple(
+    form.dtype for form in FORMATS.values() if form.file == "fp8" and form.dtype
+)
+"""Dtypes of FP8 caches."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 BLOCK_SIZES = (1, 3, 16, 16, 24)
@@ -58,7 +62,7 @@ class CacheSizes:
         ]
         turn = self.num_blocks
         dtype, head_size = self.dtype, self.head_size
-        if not (dtype in taken or dtype in FP8_DTYPES or not taken):
+        if not (dtype in taken or dtype in FP8 or not taken):
             dtype = taken[turn % len(taken)]
         if support.head_sizes is not None and head_size not in support.head_sizes:
             head_size = list(support.head_sizes)[turn % len(support.head_sizes)]
@@ -96,7 +100,7 @@ def any_bytes(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
     size = (*shape, dtype.itemsize)
     drawn = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
     found = drawn.view(dtype).squeeze(-1)
-    finite = torch.isfinite(found.float() if dtype in FP8_DTYPES else found)
+    finite = torch.isfinite(found.float() if dtype in FP8 else found)
     return torch.where(finite.unsqueeze(-1), drawn, 1).view(dtype).squeeze(-1)
 
 

@@ -15,7 +15,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
 from ..harness.support import Support, bounds_of, nearest_length
 from ..oracles.brute_force import (
     Answer,
@@ -33,6 +32,7 @@ from .batches import (
     needle_position,
     table_of_rows,
 )
+from .caches import FP8
 from .reuse import compiled
 
 LAYOUTS = ("packed", "padded", "every other element", "slots first")
@@ -358,7 +358,7 @@ def latent_plans(draw: st.DrawFn, max_reqs: int = 3) -> LatentPlan:
         nope=kernel.choice([16, 16, 5]),
         value=kernel.choice([16, 16, 7]),
         dtype=kernel.choice(DTYPES),
-        cache_dtype=kernel.choice([None, None, *FP8_DTYPES]),
+        cache_dtype=kernel.choice([None, None, *FP8]),
         k_scale=pick.choice([0.5, 0.03, 1.7]),
         layout=kernel.choice(LAYOUTS),
         table=pick.choice(TABLES),

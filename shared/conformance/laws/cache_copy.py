@@ -7,9 +7,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
 from ..generators.batches import LAYOUTS, empty_cache
-from ..generators.caches import DTYPES, CacheSizes, any_bytes, draw_sizes
+from ..generators.caches import DTYPES, FP8, CacheSizes, any_bytes, draw_sizes
 from ..generators.reuse import compiled
 from ..harness.canaries import (
     copy_of,
@@ -61,7 +60,7 @@ class Moves:
 def moves(draw: st.DrawFn, is_one_cache: bool) -> Moves:
     """Return pairs in which no block is written twice, or written and read in one cache."""
     pick = Random(draw(st.integers(0, 2**20)))
-    sizes = draw_sizes(pick, compiled(pick), (*DTYPES, *FP8_DTYPES))
+    sizes = draw_sizes(pick, compiled(pick), (*DTYPES, *FP8))
     others = pick.choice([1, 3, 6])
     there = min(sizes.num_blocks, others) if is_one_cache else others
     given = pick.sample(range(there), pick.randint(0, there))

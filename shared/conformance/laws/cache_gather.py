@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
 from ..generators.batches import GARBAGE, NAN
 from ..generators.caches import (
     DTYPES,
+    FP8,
     CacheSizes,
     draw_scale,
     draw_sizes,
@@ -148,7 +148,7 @@ def expect_gathered(
         expect_own_memory(name, found[number], **given)
 
 
-@law("gather_cache", cases=reads((*DTYPES, *FP8_DTYPES)))
+@law("gather_cache", cases=reads((*DTYPES, *FP8)))
 def a_gathered_sequence_is_its_slots_in_order(
     setting: Setting, read: CacheRead
 ) -> None:
@@ -156,7 +156,7 @@ def a_gathered_sequence_is_its_slots_in_order(
     expect_gathered(setting, read, lambda rows, _: rows)
 
 
-@law("gather_cache", cases=list(FP8_DTYPES))
+@law("gather_cache", cases=list(FP8))
 def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -> None:
     """NaN stays NaN, the smallest numbers are exact, and zeros keep their sign."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(2, 16, 1, 8)
@@ -175,7 +175,7 @@ def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -
         expect_same("gathered", packed(read), packed(wanted))
 
 
-@law("gather_cache", cases=reads(FP8_DTYPES))
+@law("gather_cache", cases=reads(FP8))
 def gathered_codes_are_their_numbers_times_the_scale(
     setting: Setting, read: CacheRead
 ) -> None:

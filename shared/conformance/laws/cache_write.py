@@ -14,10 +14,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
 from ..generators.batches import NAN
 from ..generators.caches import (
     DTYPES,
+    FP8,
     CacheSizes,
     any_bytes,
     as_integers,
@@ -197,7 +197,7 @@ def every_bit_pattern_is_preserved(setting: Setting, dtype: torch.dtype) -> None
         expect_same("gathered", as_integers(read.cpu()), as_integers(right))
 
 
-@law("reshape_and_cache", cases=writes(dtypes=FP8_DTYPES))
+@law("reshape_and_cache", cases=writes(dtypes=FP8))
 def an_fp8_cache_holds_the_nearest_codes_of_the_scaled_numbers(
     setting: Setting, write: CacheWrite
 ) -> None:
@@ -227,7 +227,7 @@ def an_fp8_cache_holds_the_nearest_codes_of_the_scaled_numbers(
     expect_written(setting, write, dtype, stored, tokens, **scales)
 
 
-@law("reshape_and_cache", cases=list(FP8_DTYPES))
+@law("reshape_and_cache", cases=list(FP8))
 def conversion_to_fp8_saturates_and_preserves_nan(
     setting: Setting, dtype: torch.dtype
 ) -> None:

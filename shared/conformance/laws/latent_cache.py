@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
-from ...contract.kinds import FP8_DTYPES, PAD_SLOT_ID
+from ...contract.kinds import PAD_SLOT_ID
 from ..generators.batches import DTYPES, NAN
+from ..generators.caches import FP8
 from ..generators.latent_batches import (
     LAYOUTS,
     LatentPlan,
@@ -81,7 +82,7 @@ def writes(draw: st.DrawFn) -> LatentWrite:
         kernel.choice([1, 5, 16, 40]),
         kernel.choice([1, 24, 40]),
         kernel.choice(DTYPES),
-        kernel.choice([None, None, *FP8_DTYPES]),
+        kernel.choice([None, None, *FP8]),
         pick.choice([0.5, 0.03, 1.7, 50.0]),
         kernel.random() < 0.5,
         kernel.choice(LAYOUTS),
@@ -248,7 +249,7 @@ UNFIT: dict[str, Change] = {
     "a cache of another width": lambda given: {"kv_cache": given["kv_cache"][..., :23]},
     "a cache of another dtype": lambda given: {"kv_cache": given["kv_cache"].half()},
     "an FP8 cache without a scale": lambda given: {
-        "kv_cache": given["kv_cache"].to(FP8_DTYPES[0])
+        "kv_cache": given["kv_cache"].to(FP8[0])
     },
     "a scale of a cache that has none": lambda given: {"k_scale": 0.5},
     "rope queries of other heads": lambda given: {"q_pe": given["q_pe"][:, :2]},
@@ -271,7 +272,7 @@ UNFIT: dict[str, Change] = {
     "a negative bound": lambda given: {"max_query_len": -1},
     "a bound that no row holds": lambda given: {"max_seq_len": 10**6},
     "an output of another width": lambda given: {"out": torch.zeros(4, 3, 15)},
-    "an FP8 output": lambda given: {"out": torch.zeros(4, 3, 16).to(FP8_DTYPES[0])},
+    "an FP8 output": lambda given: {"out": torch.zeros(4, 3, 16).to(FP8[0])},
     "a log-sum-exp of tokens by heads": lambda given: {"lse": torch.zeros(4, 3)},
     "a log-sum-exp of 16 bits": lambda given: {"lse": torch.zeros(3, 4).half()},
     "a cap": lambda given: {"logits_soft_cap": 30.0},
@@ -357,11 +358,9 @@ UNWRITABLE: dict[str, dict[str, Any]] = {
     "more slots than tokens": {"slot_mapping": torch.arange(4)},
     "slots of two axes": {"slot_mapping": torch.arange(3)[None]},
     "a scale of a cache that has none": {"scale": 0.5},
-    "an FP8 cache without a scale": {
-        "kv_cache": torch.zeros(2, 4, 6).to(FP8_DTYPES[0])
-    },
+    "an FP8 cache without a scale": {"kv_cache": torch.zeros(2, 4, 6).to(FP8[0])},
     "a scale of nothing": {
-        "kv_cache": torch.zeros(2, 4, 6).to(FP8_DTYPES[0]),
+        "kv_cache": torch.zeros(2, 4, 6).to(FP8[0]),
         "scale": 0.0,
     },
     "a cache of four axes": {"kv_cache": torch.zeros(2, 4, 1, 6)},

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions, unpack_options
 from ...contract.budgets import Verdict, judge_rows
-from ...contract.kinds import FP8_DTYPES
+from ...contract.cache_formats import TENSOR_SCALE_DTYPES, find_format
 from ..findings import Corruption
 from ..step import HostStep
 from .score_errors import move_row
@@ -122,7 +122,7 @@ class RowCase:
         least = judge_rows(self.output, exact, exact, dtype, weight_error=error)
         if least.ok:
             return least, exact
-        if values.dtype in FP8_DTYPES:
+        if find_format(values.dtype).is_quantised:
             absolute = values.float().abs().to(values.dtype)
         else:
             absolute = values.abs()
@@ -215,12 +215,14 @@ _TENSORS = ("query", "output", "key_blocks", "value_blocks", "block_table", "seq
 def why_not_recomputed(call: RecordedCall) -> str:
     """Return why rows of such a call are not recomputed; empty if they are."""
     options, output = call.options, call.output
-    if call.query.dtype in FP8_DTYPES and call.query_scale is None:
+    if call.query.dtype in TENSOR_SCALE_DTYPES and call.query_scale is None:
         return "an FP8 query"
+    if find_format(call.key_cache.dtype, options.k_scale).is_measured:
+        return "a scale per token and head"
     for name in ("tree_mask", "query_ranges", "out_scale"):
         if getattr(options, name) is not None:
             return name
-    if output.dtype in FP8_DTYPES:
+    if output.dtype in TENSOR_SCALE_DTYPES:
         return "an FP8 output"
     if _any_not_causal(options) and options.given_by_position:
         return "positions without causality"
@@ -239,7 +241,7 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
         tensor: [tokens, ...].
         rows: [rows] int64 on the same device.
     """
-    if tensor.dtype in FP8_DTYPES:
+    if find_format(tensor.dtype).is_quantised:
         # torch selects bytes on every device
         return tensor.view(torch.uint8).index_select(0, rows).view(tensor.dtype)
     return tensor.index_select(0, rows)
@@ -255,7 +257,7 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
     """
     device, query = call.query.device, call.query
     weight_error = 0.0
-    if call.query_scale is not None and query.dtype in FP8_DTYPES:
+    if call.query_scale is not None and query.dtype in TENSOR_SCALE_DTYPES:
         weight_error = torch.finfo(query.dtype).eps / 2
         query = query.float() * call.query_scale
     causal = call.options.with_causal(True).causal

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract.kinds import FP8_DTYPES
+from ...contract.cache_formats import TENSOR_SCALE_DTYPES
 from ..findings import Corruption
 from ..step import HostStep, Integers
 from .attention import take_rows
@@ -189,7 +189,7 @@ def check_watched(
 
 def _differs(found: Tensor, expected: Tensor, fp8_steps: int) -> Tensor:
     """Return where bits differ; FP8 numbers may differ by some codes."""
-    if found.dtype in FP8_DTYPES:
+    if found.dtype in TENSOR_SCALE_DTYPES:
         # without the sign, the codes of FP8 are in the order of their numbers
         left, right = (
             each.contiguous().view(torch.uint8).int() for each in (found, expected)

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ...contract.attention_options import DEFAULT_OPTIONS
+from ...contract.cache_formats import find_format
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import Implementation
 from ..recorder import Recorder
@@ -65,7 +66,8 @@ class RecordedOperations:
         v_scale: Tensor | float | None = None,
     ) -> None:
         """Write each new token's key and value to its slot."""
-        if not self.recorder.wants_layers:
+        is_measured = find_format(key_cache.dtype, k_scale).is_measured
+        if is_measured or not self.recorder.wants_layers:
             self._write(
                 key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
             )

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.cache_formats import CACHE_DTYPE_NAMES, TENSOR_SCALE_DTYPES
 from ...contract.extras import require
-from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES, AttentionType
+from ...contract.kinds import AttentionType
 from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from .backend import record_backend
@@ -72,7 +73,7 @@ class VllmReader(VllmStepReader):
         scales = {}
         if name in CACHE_DTYPE_NAMES:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-        is_known = query.dtype in FP8_DTYPES and _scales_fp8_weights(impl)
+        is_known = query.dtype in TENSOR_SCALE_DTYPES and _scales_fp8_weights(impl)
         options = AttentionOptions(
             causal=_causal(metadata),
             sliding_window=_window(impl.sliding_window),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
-from ...contract.kinds import CACHE_DTYPE_NAMES, FP8_DTYPES
+from ...contract.cache_formats import CACHE_DTYPE_NAMES, TENSOR_SCALE_DTYPES
 from ..recorder import Recorder
 from .backend import StepGroups
 from .vllm_schedule import LATENT_SPEC
@@ -148,7 +148,7 @@ class LatentReader(VllmStepReader):
         is_fp8 = cache_dtype in CACHE_DTYPE_NAMES
         is_rounded = is_fp8 and recorder.implementation not in OWN_NAMES
         # of FP8 queries the recorder recomputes no rows, but it watches blocks
-        if is_rounded and query.dtype not in FP8_DTYPES:
+        if is_rounded and query.dtype not in TENSOR_SCALE_DTYPES:
             return
         rank = out.shape[-1]
         rows, latents, _ = latent_parts(kv_cache, rank, cache_dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from ...contract.kinds import CACHE_DTYPE_NAMES
+from ...contract.cache_formats import CACHE_DTYPE_NAMES
 from ..step import StepTensors
 from .vllm_schedule import WINDOW_SPEC, WorkerSteps
 

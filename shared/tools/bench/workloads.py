@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...contract.kinds import FP8_DTYPES
+from ...contract.cache_formats import find_format
 from ..bench_names import choose_names, read_suite
 
 KINDS = (
@@ -125,7 +125,7 @@ class Workload:
     @property
     def is_quantised(self) -> bool:
         """Whether the cache is FP8, so that it is read with scales."""
-        return self.kv_dtype in FP8_DTYPES
+        return find_format(self.kv_dtype).is_quantised
 
     @property
     def bytes(self) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.contract.kinds import cache_dtype_of
+from pagetwin.contract.cache_formats import cache_dtype_of
 from torch import Tensor
 
 from golden.cases import adapter

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .....contract.cache_formats import OUTPUT_DTYPES
+from .....contract.cache_formats import TENSOR_SCALE_DTYPES
 from ....runtime.launcher import Launcher
 from ..arguments import Tensors
 from ..options.score import OptionTensors
@@ -75,4 +75,4 @@ def lower_call(
 
 def as_bits(tensor: Tensor) -> Tensor:
     """Return FP8 numbers as bytes, which the kernels decode themselves."""
-    return tensor.view(torch.uint8) if tensor.dtype in OUTPUT_DTYPES else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in TENSOR_SCALE_DTYPES else tensor

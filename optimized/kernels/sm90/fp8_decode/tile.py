@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...portable.formats.cache_tile import scale_values
+from ...portable.formats.cache_format import scale_values
 from ...portable.load_q import number_rows
 from ...portable.options.score import modify_scores
 from ...portable.options.sinks import start_with_sinks

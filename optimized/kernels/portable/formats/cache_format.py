@@ -1,6 +1,7 @@
-"""What the format of a cache does to queries, KV tiles, scores, weights and results.
+"""The formats of caches, composed: a branch per format, of which one is compiled.
 
-`config.CACHE_FORMAT` is the name of the format. A branch that is not taken is not compiled.
+The constant CACHE_FORMAT is the name of the format. Attention decodes KV tiles and applies scales
+to queries, scores, weights and results. Writes encode, gathers decode.
 """
 
 from typing import Any, NamedTuple
@@ -8,9 +9,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ...fp8 import decode_fp8, quantise
 from .fp8 import decode_fp8_k, decode_fp8_v, scale_fp8_queries, scale_fp8_values
 from .int8_per_token_head import (
     decode_int8,
+    encode_int8,
     load_slot_scales,
     scale_int8_values,
     scale_int8_weights,
@@ -27,6 +30,41 @@ class TileScales(NamedTuple):
 
     k: Any
     v: Any
+
+
+@triton.jit
+def encode_given(
+    numbers, scale, CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    IS_NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of float32 numbers as bytes, of a format whose scales are given.
+
+    Args:
+        scale, NATIVE_FP8, IS_NUMBER: as in `quantise` in ../../fp8.py.
+    """
+    return quantise(numbers, scale, CACHE_FORMAT == "fp8_e5m2", NATIVE_FP8, IS_NUMBER)
+
+
+@triton.jit
+def encode_measured(numbers, CACHE_FORMAT: tl.constexpr):
+    """Return the codes of rows of float32 numbers, and the scale of each row.
+
+    Args:
+        numbers: [ROWS, ELEMENTS]. Elements past the end of a row are 0.
+    """
+    tl.static_assert(CACHE_FORMAT == "int8_per_token_head")
+    return encode_int8(numbers)
+
+
+@triton.jit
+def decode_codes(codes, CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return what bytes of a cache mean in float32, before they are multiplied by a scale."""
+    if CACHE_FORMAT == "int8_per_token_head":
+        numbers = codes.to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        is_e5m2: tl.constexpr = CACHE_FORMAT == "fp8_e5m2"
+        numbers = decode_fp8(codes, is_e5m2, NATIVE_FP8).to(tl.float32)
+    return numbers
 
 
 @triton.jit
