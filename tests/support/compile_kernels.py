@@ -38,6 +38,7 @@ NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
+    torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -152,6 +153,11 @@ def run_encoder(query_len: int, head_size: int, **options: Any) -> None:
     )
 
 
+def slot_scales(blocks: int) -> dict[str, Any]:
+    """Return scales of keys and of values, one per slot and head, in blocks of 16 slots."""
+    return {name: torch.ones(blocks, 16, 8) for name in ("k_scale", "v_scale")}
+
+
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     """Return what is launched: a name, and how to launch it."""
     twin = load_implementation("optimized")
@@ -217,6 +223,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                     q, 4096, 128, torch.bfloat16, r, **o
                 ),
             )
+        codes = slot_scales(256) | {"cache_dtype": torch.int8}
+        yield (
+            f"{kind}, int8_per_token_head cache",
+            lambda q=query_len, r=reqs, o=codes: run_attention(
+                q, 4096, 128, torch.bfloat16, r, **o
+            ),
+        )
         latent = {"heads": (16, 1), "value_size": 512}
         # one kv head: so many requests that few decodes are none of them
         latent_reqs = 180 if kind == "decode" else 4
@@ -277,6 +290,18 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield (
         "cascade, bf16 128, short rests",
         lambda: run_attention(1, 8448, 128, torch.bfloat16, reqs=64, prefix_len=8192),
+    )
+    yield (
+        "prefill, int8_per_token_head cache of prompts",
+        lambda: run_attention(
+            99, 99, 128, torch.bfloat16, cache_dtype=torch.int8, **slot_scales(7)
+        ),
+    )
+    yield (
+        "append, int8_per_token_head cache",
+        lambda: run_attention(
+            16, 16384, 128, torch.bfloat16, cache_dtype=torch.int8, **slot_scales(1024)
+        ),
     )
     for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
         yield (
@@ -343,6 +368,19 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             torch.arange(64),
             torch.ones(8),
             0.5,
+        ),
+    )
+    codes, scales = cache.to(torch.int8), slot_scales(16)
+    yield (
+        "write, int8_per_token_head 8x128",
+        lambda: twin.reshape_and_cache(
+            ones, ones, codes[0], codes[1], torch.arange(64), **scales
+        ),
+    )
+    yield (
+        "gather, int8_per_token_head 8x128",
+        lambda: twin.gather_cache(
+            codes[0], codes[1], table, starts, 64, dtype=torch.bfloat16, **scales
         ),
     )
     yield (

@@ -21,6 +21,9 @@ from .options import Call
 CODED = tuple(form for name, form in FORMATS.items() if name in RULES)
 """Formats of codes that are not FP8 numbers."""
 PAGES = ("pages by slot", "pages by head")
+"""Orders of pages that hold codes and scales."""
+APART = "apart"
+"""Codes and scales in tensors of their own."""
 SLOT_SCALES = ("packed", "heads first", "every other")
 
 
@@ -74,21 +77,26 @@ def in_page(
 
 
 def make_coded(
-    form: CacheFormat, sizes: CacheSizes, device: torch.device, seed: int
+    form: CacheFormat,
+    sizes: CacheSizes,
+    device: torch.device,
+    seed: int,
+    order: str | None = None,
 ) -> CodedCache:
     """Return a cache full of -86 as code, and of NaN as measured scale.
 
     Args:
         sizes: Its dtype is not used. Layouts are those of keys and values, unless pages are drawn.
-        seed: Draws pages, the strides of scales, and scales that are given.
+        seed: Draws the strides of scales, and scales that are given.
+        order: Optional. One of PAGES, or APART. If None, it is drawn.
     """
     pick = Random(f"coded {seed}")
     slots = sizes.num_blocks, sizes.block_size, sizes.kv_heads
     both = sizes.head_size, sizes.value_head_size
     assert form.dtype is not None
     if form.is_measured and not any(each % 4 for each in both):
-        order = pick.choice((*PAGES, "apart"))
-        if order != "apart":
+        order = order or pick.choice((*PAGES, APART))
+        if order != APART:
             by_head = order == PAGES[1]
             shape = (slots[0], slots[2], slots[1]) if by_head else slots
             page = torch.full((*shape, sum(both) + 8), 170, dtype=torch.uint8)
@@ -124,7 +132,9 @@ def slot_scales(
     return torch.full((*slots, wide), NAN, device=device)[..., 0]
 
 
-def coded_call(call: Call, form: CacheFormat, seed: int) -> Call:
+def coded_call(
+    call: Call, form: CacheFormat, seed: int, order: str | None = None
+) -> Call:
     """Return a paged call whose cache holds its numbers in a format.
 
     Slots without numbers, where the given cache is NaN, have codes of -86 and a scale of NaN.
@@ -136,7 +146,7 @@ def coded_call(call: Call, form: CacheFormat, seed: int) -> Call:
         blocks, block_size, heads, head_size, plain[1].shape[3], torch.int8,
         pick.choice(LAYOUTS), pick.choice(LAYOUTS),
     )  # fmt: skip
-    cache = make_coded(form, sizes, call.query.device, seed)
+    cache = make_coded(form, sizes, call.query.device, seed, order)
     halves = zip(plain, cache.parts[:2], cache.parts[2:], strict=True)
     for numbers, codes, scale in halves:
         used = ~numbers.isnan().flatten(2).any(2)  # [num_blocks, block_size]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
-from .....contract.cache_formats import find_format
+from .....contract.cache_formats import FORMATS, find_format
 from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
 from ....runtime.launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
@@ -103,6 +103,7 @@ def _choose_tiles(
     query: Tensor, config: Config, options: AttentionOptions
 ) -> tuple[Tiles, Tiles, Tiles]:
     """Return the tiles of decodes, of decodes in a small batch, and of prefills."""
+    is_quantised = FORMATS[config.CACHE_FORMAT].is_quantised
     return choose_tiles(
         max(config.BLOCK_D, config.BLOCK_DV),
         query.dtype,
@@ -110,7 +111,7 @@ def _choose_tiles(
         has_window=_has_window(options),
         has_bias=options.position_bias is not None,
         has_tree=options.tree_mask is not None,
-        has_bit_decoding=config.CACHE_FORMAT in FP8_FORMATS and not config.NATIVE_FP8,
+        has_bit_decoding=is_quantised and not config.NATIVE_FP8,
         has_native_fp8=config.NATIVE_FP8,
         is_paged=config.BLOCK_SIZE > 0,
         has_splits=options.batch_invariant,

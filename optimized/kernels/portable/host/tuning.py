@@ -130,8 +130,8 @@ def choose_tiles(
         has_tree: whether a tree mask is loaded too: a prefill gets half the rows. With a bias
             too, every tile gets half the keys (sm_90, 128 x 64: 808 bytes spilled, with both
             1,384; halved: 48 and none).
-        has_bit_decoding: whether FP8 numbers are decoded without an instruction for it, which
-            takes registers too (sm_80, 128 x 64: 6,608 bytes spilled; 64 x 64: none).
+        has_bit_decoding: whether codes are decoded without an instruction for it, which takes
+            registers too (sm_80, 128 x 64: 6,608 bytes spilled; 64 x 64: none).
         has_native_fp8: whether FP8 numbers are decoded by an instruction. A tile takes half the
             bytes, and a decode has one more in flight.
         is_paged: whether loads go through the block table. If not, all stages are in flight.

@@ -1,0 +1,91 @@
+"""Caches of codes on a GPU: writes bit for bit, and attention of every kernel over each layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pagetwin.conformance.generators.batches import BatchPlan
+from pagetwin.conformance.generators.caches import CacheSizes
+from pagetwin.conformance.generators.coded_caches import (
+    APART,
+    CODED,
+    PAGES,
+    coded_call,
+    make_coded,
+)
+from pagetwin.conformance.generators.options import paged_call
+from pagetwin.contract.cache_formats import CacheFormat
+from pagetwin.contract.operations import load_implementation
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="runs compiled kernels"),
+]
+
+ORDERS = (APART, *PAGES)
+BATCHES = {
+    "few decodes": BatchPlan((1, 1), (1500, 37), head_size=128, group=4),
+    "decodes": BatchPlan((1,) * 40, (97, 33, 1, 64) * 10, head_size=128, group=4),
+    "short decodes": BatchPlan((1,) * 200, (5, 16, 17, 30) * 50, head_size=64),
+    "append": BatchPlan((5, 16, 1), (900, 1025, 65), head_size=128, group=4),
+    "prefill": BatchPlan((200, 130), (200, 300), head_size=128, group=4),
+    "head size 80": BatchPlan((3, 70), (400, 70), head_size=80, group=1),
+    "head size 256": BatchPlan((1, 40), (300, 140), head_size=256, block_size=24),
+}
+
+
+@pytest.mark.parametrize("form", CODED, ids=lambda form: form.name)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", BATCHES)
+def test_attention_over_codes_is_right_on_a_gpu(
+    name: str, dtype: torch.dtype, order: str, form: CacheFormat
+) -> None:
+    check_attention(name, dtype, order, form)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ["few decodes", "append", "prefill"])
+def test_batch_invariant_attention_over_codes_is_right_on_a_gpu(
+    name: str, order: str
+) -> None:
+    """These are the kernels with fixed splits of the keys."""
+    check_attention(name, torch.bfloat16, order, CODED[0], batch_invariant=True)
+
+
+def check_attention(
+    name: str, dtype: torch.dtype, order: str, form: CacheFormat, **options: bool
+) -> None:
+    plan = replace(BATCHES[name], dtype=dtype, seed=7)
+    needles = [(req, keys - 1) for req, keys in enumerate(plan.kv_lens)]
+    call = paged_call(plan, torch.device("cuda"), needles, **options)
+    call = coded_call(call, form, plan.seed, order)
+    out, lse = call.run(load_implementation("optimized"))
+    call.assert_right(out, lse, load_implementation("reference"))
+
+
+@pytest.mark.parametrize("form", CODED, ids=lambda form: form.name)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(8, 128, 128), (3, 80, 40), (1, 512, 16)])
+def test_both_twins_write_the_same_codes_and_scales_on_a_gpu(
+    sizes: tuple[int, int, int], dtype: torch.dtype, order: str, form: CacheFormat
+) -> None:
+    heads, size, value_size = sizes
+    generator = torch.Generator().manual_seed(size)
+    key, value = (
+        torch.randn(50, heads, each, generator=generator).to(dtype).cuda()
+        for each in (size, value_size)
+    )
+    key[3], key[4, 0, 1], value[5, 0, 2] = 0.0, torch.nan, torch.inf
+    slots = torch.randperm(96, generator=generator)[:50]
+    slots[7] = -1
+    shape = CacheSizes(6, 16, heads, size, value_size, torch.int8)
+    caches = []
+    for twin in ("reference", "optimized"):
+        cache = make_coded(form, shape, torch.device("cuda"), 1, order)
+        load_implementation(twin).reshape_and_cache(
+            key, value, *cache.parts[:2], slots.cuda(), *cache.parts[2:]
+        )
+        caches.append(cache.copied(form))
+    caches[1].expect_same(caches[0])
