@@ -65,6 +65,9 @@ def test_a_duplicate_index_is_noticed(write):
     assert noted.twice
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+)
 def test_new_blocks_are_written_to_the_table_once() -> None:
     setting = make_setting(load_candidate("optimized"), "cpu")
     for law in LAWS:

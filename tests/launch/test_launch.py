@@ -104,7 +104,10 @@ def test_many_kinds_of_calls_leave_a_bounded_cache(
 
 
 # what has few values in one process: chips, versions, names, block sizes
-FEW_VALUES = {"device", "version", "name", "block_size", "is_float32", "interpreter"}
+FEW_VALUES = {
+    *("device", "version", "name", "block_size", "is_float32", "interpreter"),
+    "kernel_arguments",
+}
 SERVES = ("reference", "optimized", "engine", "recorder", "integrations")
 
 

@@ -36,9 +36,9 @@ class Ends(NamedTuple):
 
 
 @cache
-def find_ends(arguments: Any) -> Ends:
+def find_ends(kernel_arguments: Any) -> Ends:
     """Return the ends of the kinds of fields of a NamedTuple of arguments."""
-    kinds = list(inspect.get_annotations(arguments).values())
+    kinds = list(inspect.get_annotations(kernel_arguments).values())
     ends, end = [], 0
     for kind in (TensorMap, Pointer, Option):
         end += kinds.count(kind)
@@ -46,7 +46,7 @@ def find_ends(arguments: Any) -> Ends:
     maps, pointers, options = ends
     in_order = [TensorMap] * maps + [Pointer] * (pointers - maps)
     in_order += [Option] * (options - pointers) + [Number] * (len(kinds) - options)
-    assert kinds == in_order, arguments
+    assert kinds == in_order, kernel_arguments
     return Ends(maps, pointers, options)
 
 
