@@ -26,7 +26,7 @@ PER_BATCH = {"per_batch": True}
 @typed
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """The options of one attention call: masks, score functions, FP8 scales.
+    """The options of one attention call: masks, score functions, scales of codes.
 
     A new object has every option off, so a call names only the options that it uses. An operation
     that cannot take one of them raises and names it. Score functions are applied in the order of
@@ -55,8 +55,9 @@ class AttentionOptions:
             use the outermost entries. -inf gives a key no weight. If None, nothing is added.
         sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
             value; -inf takes no weight. If None, no sink is added.
-        k_scale: What the keys of an FP8 cache are multiplied by: one number, or [kv_heads]
-            float32. If None, the cache is not quantised.
+        k_scale: What the keys of a quantised cache are multiplied by. FP8: one number, or
+            [kv_heads] float32. int8: [num_blocks, block_size, kv_heads] float32. If None, the
+            cache is not quantised.
         v_scale: The same for values.
         out_scale: What the elements of an FP8 `out` will be multiplied by when they are read. If
             None, `out` is not quantised.
