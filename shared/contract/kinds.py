@@ -36,18 +36,17 @@ class AttentionType(str, Enum):
         return self.value
 
 
+_NEW_PLACE = "pagetwin.contract.cache_formats."
 _MOVED = {
-    "CACHE_DTYPE_NAMES": "CACHE_DTYPE_NAMES",
-    "FP8_DTYPES": "TENSOR_SCALE_DTYPES",
-    "cache_dtype_of": "cache_dtype_of",
+    "CACHE_DTYPE_NAMES": _NEW_PLACE + "CACHE_DTYPE_NAMES",
+    "FP8_DTYPES": _NEW_PLACE + "TENSOR_SCALE_DTYPES",
+    "cache_dtype_of": _NEW_PLACE + "cache_dtype_of",
 }
+"""Names that were in this file, and where they are."""
 
 
 def __getattr__(name: str) -> Any:
     """Raise ImportError for a name that has moved."""
     if name in _MOVED:
-        raise ImportError(
-            f"pagetwin.contract.kinds.{name} is now"
-            f" pagetwin.contract.cache_formats.{_MOVED[name]}"
-        )
+        raise ImportError(f"{__name__}.{name} is now {_MOVED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from ..scales import check_scale
 def validate(
     name: str, scale: Tensor | float | None, key_cache: Tensor, contents: bool
 ) -> None:
-    """Raise if there is no scale, or not a finite one above 0 for all or for each head."""
+    """Raise if the scale is missing, or is not a finite number above 0 for all or for each head."""
     if scale is None:
         raise ValueError(
             f"{name} = None: expected a scale, as the cache is {key_cache.dtype}; 1.0"
