@@ -219,7 +219,7 @@ def split_page(
             f" strides {list(page.stride())}: expected scales at multiples of 4 bytes; keep them"
             " in tensors of their own"
         )
-    key, k_scale, value, v_scale = page.split(sizes, dim=-1)
+    key, k_scale, value, v_scale = torch.split(page, sizes, dim=-1)
     return (
         key.view(form.dtype),
         value.view(form.dtype),

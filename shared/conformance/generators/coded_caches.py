@@ -53,7 +53,8 @@ class CodedCache:
     def copied(self, form: CacheFormat) -> "CodedCache":
         """Return the same views of copied memory, on the host."""
         if self.page is None:
-            return CodedCache(*map(copy_of, self.parts))
+            key, value, k_scale, v_scale = map(copy_of, self.parts)
+            return CodedCache(key, value, k_scale, v_scale)
         sizes = self.key.shape[3], self.value.shape[3]
         return in_page(self.page.cpu().clone(), *sizes, form, self.is_by_head)
 
@@ -104,20 +105,18 @@ def make_coded(
             for scale in cache.parts[2:]:
                 scale.fill_(NAN)
             return cache
-    caches = [
+    key, value = (
         empty_cache(layout, *slots, size, form.dtype, device, content=-86)[half]
         for half, (layout, size) in enumerate(
             zip((sizes.layout, sizes.value_layout), both, strict=True)
         )
-    ]
-    if not form.is_measured:
-        numbers = [0.011, 0.25, 0.3, 1.7]
-        scales = [
-            torch.tensor([pick.choice(numbers) for _ in range(slots[2])]).to(device)
-            for _ in range(2)
-        ]
-        return CodedCache(*caches, *scales)
-    return CodedCache(*caches, *(slot_scales(slots, pick, device) for _ in range(2)))
+    )
+    if form.is_measured:
+        made = [slot_scales(slots, pick, device) for _ in range(2)]
+    else:
+        numbers = [pick.choices([0.011, 0.25, 0.3, 1.7], k=slots[2]) for _ in range(2)]
+        made = [torch.tensor(each).to(device) for each in numbers]
+    return CodedCache(key, value, made[0], made[1])
 
 
 def slot_scales(

@@ -6,6 +6,7 @@ Attention is compared with the exact result over the numbers that the codes mean
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -294,7 +295,6 @@ def wrong_writes_of_codes_are_rejected_before_any_write(
             "v_scale": cache.v_scale,
         } | WRONG_WRITES[what](cache)
         right = cache.copied(form)
-        expect_rejection(
-            what, lambda given=arguments: setting.candidate.reshape_and_cache(**given)
-        )
+        write = partial(setting.candidate.reshape_and_cache, **arguments)
+        expect_rejection(what, write)
         cache.expect_same(right)

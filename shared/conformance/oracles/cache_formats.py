@@ -48,5 +48,6 @@ def encode_by_hand(
     """
     given = scale.cpu().numpy() if isinstance(scale, Tensor) else scale
     codes, scales = RULES[form.name](numbers.cpu().float().numpy(), given)
+    assert form.dtype is not None
     found = torch.from_numpy(codes).view(form.dtype)
     return found, torch.from_numpy(scales) if form.is_measured else None
