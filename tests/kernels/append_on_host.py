@@ -115,7 +115,6 @@ def run_segments(
         segments._count_requests,
         segments.find_segment,
         segments.locate_item,
-        segments.without_span,
         producer.produce_q_and_k,
     )
     source = "\n".join(
@@ -167,8 +166,8 @@ def run_segments(
             "load_packed_q": lambda *_: None,
             "load_k": lambda shared, batch, k, state, work, config: state,
             "publish_end": lambda *_: None,
-            "publish_work": lambda shared, state, work, segment=segment: items.append(
-                Item(segment, work)
+            "publish_work": lambda shared, state, work, config, segment=segment: (
+                items.append(Item(segment, work))
             ),
             "gl": gl,
         }

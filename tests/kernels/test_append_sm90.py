@@ -77,8 +77,8 @@ def check_segments(*mutations: tuple[str, str]) -> None:
             first = max(0, work.position - window + 1) // 128 if window else 0
             first = max(first, work.split)
             tiles = range(first, first + work.num_kv_tiles)
-            assert work.head // most**2 == 0
-            part = int(segment), int(work.head // most), int(work.head % most), tiles
+            assert work.head == work.span // most**2 == 0
+            part = int(segment), int(work.span // most), int(work.span % most), tiles
             found.setdefault(int(work.query_start), []).append(part)
         slots = [
             (segment, segment == first)

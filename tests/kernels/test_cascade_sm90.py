@@ -44,7 +44,8 @@ def test_the_work_items_are_each_query_tile_of_each_head_and_split(
         # the rows that are stored end with the last token
         assert work.query_start + (work.seq_len - work.position) == tokens
         assert work.num_kv_tiles == -(-int(work.seq_len) // 128)
-        begin = int(work.req) * split_len
+        assert work.table_row == work.split
+        begin = int(work.split) * split_len
         keys = (begin, begin + int(work.seq_len))
         found.append((int(work.head), int(work.query_start), keys))
     ends = [*range(split_len, prefix_len, split_len), prefix_len]

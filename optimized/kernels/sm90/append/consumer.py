@@ -19,12 +19,11 @@ from ..common.mma import select_tiles, view_kv
 from ..common.pipeline import PipelineState, end_ping_pong, start_ping_pong
 from ..common.score import softmax_scale
 from ..common.tile_range import OwnTiles, find_tiles
-from ..common.work_item import NO_WORK, receive_work
+from ..common.work_item import NO_WORK, find_segments, receive_work
 from ..invariant.fold import normalize_state
 from ..invariant.rows import store_lse, store_rows
 from .combine import combine_rows, find_row, finish_rows
 from .rows import locate_partial
-from .segments import MAX_SEGMENTS
 
 
 @gluon.jit
@@ -53,7 +52,7 @@ def consume_segment(
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
-    work = receive_work(shared, work_state)
+    work = receive_work(shared, work_state, config)
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
@@ -88,7 +87,7 @@ def consume_segment(
             q_state = q_state.advance()
         _store(output, acc, m_i, l_i, work, score, config, CONSUMER)
         work_state = work_state.advance()
-        work = receive_work(shared, work_state)
+        work = receive_work(shared, work_state, config)
     end_ping_pong(config, CONSUMER)
 
 
@@ -133,8 +132,7 @@ def _store(
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     row = CONSUMER * WARPGROUP_M + gl.arange(0, WARPGROUP_M, ROWS)  # [WARPGROUP_M]
     scale = softmax_scale(score.scale_log2, config)
-    first = work.head // MAX_SEGMENTS % MAX_SEGMENTS
-    last = work.head % MAX_SEGMENTS
+    first, last = find_segments(work)
     if first < last:
         _, _, is_row = find_row(row, work, output, config)
         is_kept = is_row & (row < output.partial_rows)

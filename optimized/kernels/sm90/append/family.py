@@ -32,10 +32,10 @@ from ..common.config import (
 )
 from ..common.plan import Sm90Plan
 from ..common.planes import takes_groups
+from ..common.work_item import MAX_SEGMENTS
 from ..prefill import family as sm90
 from .cost import MIN_SEGMENT_TILES, choose_append_rows, estimate_segments
 from .kernel import AppendArguments, append_kernel
-from .segments import MAX_SEGMENTS
 
 
 def supports(call: AttentionCall) -> bool:
@@ -59,7 +59,9 @@ def plan(call: AttentionCall) -> "AppendPlan":
     group = next_power_of_2(base.group_size)
     # partial results are accumulators of one part, with padded columns
     consumers = choose_consumers(config.HEAD_SIZE, True)
-    config = config._replace(GROUP=group, SPLIT_TILES=1, CONSUMERS=consumers)
+    config = config._replace(
+        GROUP=group, SPLIT_TILES=1, CONSUMERS=consumers, HAS_SEGMENTS=True
+    )
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
     boxes = (q_box, *base.boxes[1:3], q_box)
     made = AppendPlan.derive(base, config, boxes)

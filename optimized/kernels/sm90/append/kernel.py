@@ -19,7 +19,7 @@ from ..prefill.scheduler import BatchArgs
 from .consumer import consume_segment
 from .producer import produce_q_and_k
 from .rows import AppendOutput
-from .segments import SPANS, find_segment
+from .segments import find_segment
 
 
 class AppendArguments(NamedTuple):
@@ -79,7 +79,7 @@ def compute_appends(args, config: gl.constexpr):
         kv_lens=args.kv_lens,
         num_reqs=args.num_reqs,
         num_heads=gl.num_programs(0),
-        group_size=SPANS,
+        group_size=1,
         max_decode_rows=0,
     )
     k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)

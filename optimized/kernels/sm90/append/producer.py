@@ -12,7 +12,7 @@ from ..common.pipeline import PipelineState
 from ..common.work_item import publish_end, publish_work
 from ..invariant.producer import load_packed_q
 from ..prefill.scheduler import load_request
-from .segments import count_request_tiles, locate_item, without_span
+from .segments import count_request_tiles, locate_item
 
 
 @gluon.jit
@@ -44,14 +44,14 @@ def produce_q_and_k(
             work = locate_item(
                 segment, req, request, tiles, query_tile, own_index, config, TILE_TOKENS
             )
-            publish_work(shared, work_state, work)
+            publish_work(shared, work_state, work, config)
             work_state = work_state.advance()
             if work.num_kv_tiles > 0:
                 load_packed_q(
-                    shared, q_desc, q_state, without_span(work), output.group_size,
+                    shared, q_desc, q_state, work, output.group_size,
                     config,
                 )  # fmt: skip
                 q_state = q_state.advance()
                 k_state = load_k(shared, batch, k, k_state, work, config)
         tile_index += tiles.kv_tiles * tiles.query_tiles
-    publish_end(shared, work_state)
+    publish_end(shared, work_state, config)

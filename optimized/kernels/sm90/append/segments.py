@@ -11,15 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.tile_range import first_visible_key
-from ..common.work_item import WorkItem
+from ..common.work_item import MAX_SEGMENTS, SPANS, WorkItem
 
 REQS_PER_PASS = gl.constexpr(256)
 """Requests whose tiles are counted at once, by every warp for itself."""
-MAX_SEGMENTS = gl.constexpr(256)
-"""Segments of a KV head, at most."""
-SPANS = gl.constexpr(MAX_SEGMENTS.value**2)
-"""A work item's head is KV head * SPANS + first segment * MAX_SEGMENTS + last segment. These are
-the segments with KV tiles of its query tile."""
 
 
 class AppendSegment(NamedTuple):
@@ -233,27 +228,13 @@ def locate_item(
     last_segment = (tile_index + tiles.kv_tiles - 1) // segment.length
     span = first_segment * MAX_SEGMENTS + last_segment
     return WorkItem(
-        req,
-        gl.program_id(0) * SPANS + span,
-        request.query_start + first_token,
-        begin,
-        position,
-        request.seq_len,
-        request.kv_start,
-        gl.maximum(end - first, 0),
-    )
-
-
-@gluon.jit
-def without_span(work):
-    """Return a `WorkItem` whose head is the KV head."""
-    return WorkItem(
-        work.req,
-        work.head // SPANS,
-        work.query_start,
-        work.split,
-        work.position,
-        work.seq_len,
-        work.kv_start,
-        work.num_kv_tiles,
+        table_row=req,
+        head=gl.program_id(0),
+        query_start=request.query_start + first_token,
+        split=begin,
+        position=position,
+        seq_len=request.seq_len,
+        kv_start=request.kv_start,
+        num_kv_tiles=gl.maximum(end - first, 0),
+        span=gl.program_id(0) * SPANS + span,
     )

@@ -60,7 +60,7 @@ def consume_prefix(
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(Q_STAGES)
-    work = receive_work(shared, work_state)
+    work = receive_work(shared, work_state, config)
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, acc_layout(HEAD_DIM))
         q_tile = q_state.stage() * config.CONSUMERS + CONSUMER
@@ -78,7 +78,7 @@ def consume_prefix(
         acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, None)
         _store(output, acc[0], lse * LOG2_E, work, config, CONSUMER)
         work_state = work_state.advance()
-        work = receive_work(shared, work_state)
+        work = receive_work(shared, work_state, config)
     end_ping_pong(config, CONSUMER)
 
 
@@ -95,7 +95,7 @@ def _store(output, acc, lse, work, config: gl.constexpr, CONSUMER: gl.constexpr)
     row = gl.arange(0, WARPGROUP_M, gl.SliceLayout(1, LAYOUT))
     in_item, head = find_rows(work, CONSUMER * WARPGROUP_M + row, config)
     is_row = in_item < work.seq_len - work.position  # [WARPGROUP_M]
-    token = work.req.to(gl.int64) * output.num_tokens + work.query_start + in_item
+    token = work.split.to(gl.int64) * output.num_tokens + work.query_start + in_item
     row = token * output.num_heads + head  # [WARPGROUP_M]
     mask = gl.expand_dims(is_row, 1)
     if config.HEAD_SIZE < config.HEAD_DIM:

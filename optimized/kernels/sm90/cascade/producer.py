@@ -31,9 +31,9 @@ def produce_q_and_k(
     num_items = count_items(prefix, TILE_TOKENS)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         work = locate_item(prefix, item, config, TILE_TOKENS)
-        publish_work(shared, work_state, work)
+        publish_work(shared, work_state, work, config)
         work_state = work_state.advance()
         load_q(shared, q, q_state, work, config)
         q_state = q_state.advance()
         k_state = load_k(shared, batch, k, k_state, work, config)
-    publish_end(shared, work_state)
+    publish_end(shared, work_state, config)

@@ -35,7 +35,7 @@ def count_items(prefix, TILE_TOKENS: gl.constexpr):
 
 @gluon.jit
 def locate_item(prefix, item, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
-    """Return the `WorkItem` with a number, whose `req` is its split.
+    """Return the `WorkItem` with a number.
 
     The query tiles of one head and split have neighbouring numbers, so that they read the same
     keys at the same time.
@@ -48,13 +48,13 @@ def locate_item(prefix, item, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
         prefix.split_len, prefix.prefix_len - split * prefix.split_len
     )
     return WorkItem(
-        split,
-        head,
-        first_token,
-        0,
+        table_row=split,
+        head=head,
+        query_start=first_token,
+        split=split,
         # seq_len - position is the number of tokens from the first one on
-        num_keys - (prefix.num_tokens - first_token),
-        num_keys,
-        0,
-        (num_keys + config.BLOCK_N - 1) // config.BLOCK_N,
+        position=num_keys - (prefix.num_tokens - first_token),
+        seq_len=num_keys,
+        kv_start=0,
+        num_kv_tiles=(num_keys + config.BLOCK_N - 1) // config.BLOCK_N,
     )

@@ -59,6 +59,8 @@ class Sm90Config(NamedTuple):
             a warpgroup have no token (`PackedPlan`).
         CONSUMERS: consumer warpgroups (`choose_consumers`).
         SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
+        HAS_SEGMENTS: whether the KV tiles of a query tile may be divided among segments of several
+            programs. Then a split has one KV tile.
     """
 
     HEAD_SIZE: int
@@ -75,6 +77,7 @@ class Sm90Config(NamedTuple):
     GROUP: int = 1
     CONSUMERS: int = 2
     SPLIT_TILES: int = 0
+    HAS_SEGMENTS: bool = False
 
 
 def pad_head_size(head_size: int) -> int:

@@ -135,7 +135,9 @@ def _box_rows(
     rows = ()
     # block ids and rows fit 32 bits here and elsewhere: the host has checked it (`supports`)
     if BLOCK_SIZE > 0:
-        entries = batch.block_table + work.req.to(gl.int64) * batch.block_table_stride
+        entries = (
+            batch.block_table + work.table_row.to(gl.int64) * batch.block_table_stride
+        )
         last_entry = (work.seq_len - 1) // BLOCK_SIZE
         for box in gl.static_range(ROW_BOXES):
             position = kv_tile * BLOCK_N + box * BOX_ROWS

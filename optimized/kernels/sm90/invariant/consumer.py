@@ -63,7 +63,7 @@ def consume_splits(
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(count_q_stages(config))
-    work = receive_work(shared, work_state)
+    work = receive_work(shared, work_state, config)
     while work.num_kv_tiles != NO_WORK:
         acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
         m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
@@ -88,7 +88,7 @@ def consume_splits(
             tma.store_wait(0)
             shared.q_pipe.consumer_release(q_state.previous())
         work_state = work_state.advance()
-        work = receive_work(shared, work_state)
+        work = receive_work(shared, work_state, config)
     end_ping_pong(config, CONSUMER)
     tma.store_wait(0)
     if CONSUMER == 0:

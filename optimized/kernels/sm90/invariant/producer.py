@@ -54,7 +54,7 @@ def produce_q_and_k(
         work = locate_split(
             batch, item, items, request, output.num_splits, config, TOKENS
         )
-        publish_work(shared, work_state, work)
+        publish_work(shared, work_state, work, config)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
             load_packed_q(shared, q_desc, q_state, work, output.group_size, config)
@@ -66,7 +66,7 @@ def produce_q_and_k(
                 batch, item, items.scanned_reqs, items.scanned_items, TOKENS
             )
             request = load_request(batch, items.req, PAGED)
-    publish_end(shared, work_state)
+    publish_end(shared, work_state, config)
     reset_counter(work_counter)
 
 

@@ -33,14 +33,14 @@ def locate_split(
     if split < num_splits - 1:
         end = gl.minimum(end, (split + 1) * SPLIT_TILES)
     return WorkItem(
-        work.req,
-        work.head // num_splits,
-        work.query_start,
-        split,
-        work.position,
-        work.seq_len,
-        work.kv_start,
-        gl.maximum(end - begin, 0),
+        table_row=work.table_row,
+        head=work.head // num_splits,
+        query_start=work.query_start,
+        split=split,
+        position=work.position,
+        seq_len=work.seq_len,
+        kv_start=work.kv_start,
+        num_kv_tiles=gl.maximum(end - begin, 0),
     )
 
 

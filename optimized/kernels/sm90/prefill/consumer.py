@@ -59,7 +59,7 @@ def consume(
     work_state = PipelineState.start(WORK_STAGES)
     kv_state = PipelineState.start(config.STAGES)
     q_state = PipelineState.start(Q_STAGES)
-    work = receive_work(shared, work_state)
+    work = receive_work(shared, work_state, config)
     while work.num_kv_tiles != NO_WORK:
         acc = clear_acc(config)
         lse = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ACC_ROWS)
@@ -112,7 +112,7 @@ def consume(
             tma.store_wait(0)
             shared.q_pipe.consumer_release(q_state.previous())
         work_state = work_state.advance()
-        work = receive_work(shared, work_state)
+        work = receive_work(shared, work_state, config)
     end_ping_pong(config, CONSUMER)
     tma.store_wait(0)
 

@@ -72,7 +72,7 @@ def produce_q_and_k(
         # fetched now, needed after this item's keys
         fetched = fetch_and_increment(work_counter)
         work = locate_work(batch, item, items, request, config, TILE_TOKENS)
-        publish_work(shared, work_state, work)
+        publish_work(shared, work_state, work, config)
         work_state = work_state.advance()
         if work.num_kv_tiles > 0:
             load_q(shared, q, q_state, work, config)
@@ -84,7 +84,7 @@ def produce_q_and_k(
                 batch, item, items.scanned_reqs, items.scanned_items, TILE_TOKENS
             )
             request = load_request(batch, items.req, PAGED)
-    publish_end(shared, work_state)
+    publish_end(shared, work_state, config)
     reset_counter(work_counter)
 
 
@@ -94,14 +94,14 @@ def produce_v(shared, batch, v, config: gl.constexpr):
     work_state = PipelineState.start(WORK_STAGES)
     v_state = PipelineState.start(config.STAGES)
     tail_state = PipelineState.start(1)
-    work = receive_work(shared, work_state)
+    work = receive_work(shared, work_state, config)
     while work.num_kv_tiles != NO_WORK:
         if work.num_kv_tiles > 0:
             v_state, tail_state = load_v(
                 shared, batch, v, v_state, tail_state, work, config
             )
         work_state = work_state.advance()
-        work = receive_work(shared, work_state)
+        work = receive_work(shared, work_state, config)
 
 
 @gluon.jit

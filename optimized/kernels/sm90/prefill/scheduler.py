@@ -157,14 +157,14 @@ def locate_work(
     if has_lower_bound(config):
         num_kv_tiles -= first_visible_key(position, config) // BLOCK_N
     return WorkItem(
-        items.req,
-        head,
-        request.query_start + first_token,
-        0,
-        position,
-        request.seq_len,
-        request.kv_start,
-        num_kv_tiles,
+        table_row=items.req,
+        head=head,
+        query_start=request.query_start + first_token,
+        split=0,
+        position=position,
+        seq_len=request.seq_len,
+        kv_start=request.kv_start,
+        num_kv_tiles=num_kv_tiles,
     )
 
 
