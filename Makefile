@@ -43,7 +43,7 @@ mutants-generated: $(STAMP)
 mutants-hopper: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run_hopper --workers $(TEST_WORKERS) $(ARGUMENTS)
 
-# changes of the harness and of the recorder that are out of date: which test finds each one
+# changes of the conformance suite and of the recorder that are out of date: which test finds each one
 mutants-instruments: $(STAMP)
 	PYTHONPATH=tests $(BIN)/python -m mutants.run_instruments --workers $(TEST_WORKERS) $(ARGUMENTS)
 

@@ -18,8 +18,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from pagetwin.conformance.harness.global_modes import MODES, read_modes, restore_modes
-from pagetwin.conformance.harness.interpreter import speed_up
+from pagetwin.conformance.candidates.guard.global_modes import (
+    MODES,
+    read_modes,
+    restore_modes,
+)
+from pagetwin.conformance.running.interpreter import speed_up
 from support.rank_processes import RankProcesses
 from support.twins import TWINS, Twin
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from pagetwin.conformance import check_implementation
 from pagetwin.conformance.flashinfer_bench.definitions import Definition
 from pagetwin.conformance.flashinfer_bench.families import FAMILIES
-from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,34 +16,36 @@ from typing import TYPE_CHECKING, Any
 from ..contract.extras import require
 
 if TYPE_CHECKING:
-    from .harness.families import flash_attention_like as flash_attention_like
-    from .harness.families import flashinfer_like as flashinfer_like
-    from .harness.families import vllm_like as vllm_like
-    from .harness.fuzz import fuzz_implementation as fuzz_implementation
-    from .harness.pytest_support import parametrize_with_laws as parametrize_with_laws
-    from .harness.rank_function import RankStep as RankStep
-    from .harness.rank_function import step_of_ranks as step_of_ranks
-    from .harness.report import Report as Report
-    from .harness.report import Result as Result
-    from .harness.report import Status as Status
-    from .harness.runner import check_implementation as check_implementation
-    from .harness.runner import reproduce as reproduce
-    from .harness.support import Support as Support
+    from .api.check import check_implementation as check_implementation
+    from .api.check import reproduce as reproduce
+    from .api.fuzz import fuzz_implementation as fuzz_implementation
+    from .api.pytest_support import (
+        parametrize_with_laws as parametrize_with_laws,
+    )
+    from .base.families import flash_attention_like as flash_attention_like
+    from .base.families import flashinfer_like as flashinfer_like
+    from .base.families import vllm_like as vllm_like
+    from .base.results import Result as Result
+    from .base.results import Status as Status
+    from .base.support import Support as Support
+    from .candidates.rank_function import RankStep as RankStep
+    from .candidates.rank_function import step_of_ranks as step_of_ranks
+    from .reports.report import Report as Report
 
 _MODULES = {
-    "Support": "support",
-    "flash_attention_like": "families",
-    "flashinfer_like": "families",
-    "vllm_like": "families",
-    "fuzz_implementation": "fuzz",
-    "parametrize_with_laws": "pytest_support",
-    "RankStep": "rank_function",
-    "step_of_ranks": "rank_function",
-    "Report": "report",
-    "Result": "report",
-    "Status": "report",
-    "check_implementation": "runner",
-    "reproduce": "runner",
+    "Support": "base.support",
+    "flash_attention_like": "base.families",
+    "flashinfer_like": "base.families",
+    "vllm_like": "base.families",
+    "RankStep": "candidates.rank_function",
+    "step_of_ranks": "candidates.rank_function",
+    "Report": "reports.report",
+    "Result": "base.results",
+    "Status": "base.results",
+    "check_implementation": "api.check",
+    "reproduce": "api.check",
+    "fuzz_implementation": "api.fuzz",
+    "parametrize_with_laws": "api.pytest_support",
 }
 
 
@@ -51,9 +53,9 @@ def __getattr__(name: str) -> Any:
     """Import a name when it is used: an adapter needs `Support` and not all laws."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _MODULES[name] not in ("families", "support"):
+    if not _MODULES[name].startswith("base."):
         require(f"pagetwin.conformance.{name}", "hypothesis")
-    module = import_module(f"{__name__}.harness.{_MODULES[name]}")
+    module = import_module(f"{__name__}.{_MODULES[name]}")
     return getattr(module, name)
 
 

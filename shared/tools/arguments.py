@@ -66,7 +66,7 @@ MINUTES = number(0, YEAR / 60, above=True)
 
 def processes(param: typer.CallbackParam, value: int) -> int:
     """Reject a number of processes that this machine cannot run; the callback of an option."""
-    from ..conformance.harness.gpus import most_workers
+    from ..conformance.running.gpus import most_workers
 
     check_number(str(param.name), value, 1, most_workers())
     return value

@@ -1,13 +1,12 @@
 """Command `pagetwin check`: run the laws on any implementation."""
 
-from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from ..conformance.harness.law_names import check_known, check_words
+from ..conformance.reports.terminal import print_first_laws, print_report
+from ..conformance.running.law_names import check_known, check_words
 from ..contract.extras import require
 from .arguments import (
     MINUTES,
@@ -36,15 +35,9 @@ from .solution_commands import (
 )
 
 if TYPE_CHECKING:
-    from ..conformance.harness.report import Report, Result, Symptom
+    from ..conformance.base.results import Result
+    from ..conformance.reports.report import Report
 
-OUTSIDE = "undeclared"
-COLOURS = {
-    "held": "green",
-    OUTSIDE: "yellow",
-    "known failure": "yellow",
-    "not finished": "yellow",
-}
 OF_MODULE = (
     "reference, optimized, a package or module with functions named like operations,"
     " or a .py file."
@@ -178,19 +171,10 @@ def check(
         if trace is not None:
             write_traces(trace, report, case_seconds)
         written = files.write(report)
-    console, table = Console(), _table(report)
-    if not console.is_terminal:
-        # a file has no width at which a law's name would have to be wrapped
-        console = Console(width=max(80, Console(width=400).measure(table).maximum))
-    console.print(table)
-    wide = Console(soft_wrap=True)
-    _print_undeclared(report, wide)
-    _print_unfinished(report, wide)
-    print_notes(report, wide)
-    for symptom in report.symptoms():
-        print_symptom(report, symptom, wide)
+    print_report(report)
+    console = Console(soft_wrap=True)
     if solution is not None:
-        print_interpreted(module, wide)
+        print_interpreted(module, console)
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     for file in written:
         console.print(f"report: {file}", highlight=False, markup=False)
@@ -200,7 +184,7 @@ def check(
         f"[bold {colour}]{module} on {report.device}: {counts}.[/]", highlight=False
     )
     if not report.ok:
-        _print_first_laws(report, wide)
+        print_first_laws(report, console)
         if solution is None and any(result.raises for result in report.judged):
             print(
                 "If the kernel is not meant to take an input that it raises for, declare so:"
@@ -213,7 +197,7 @@ def check(
 
 def check_module(module: str, device: str | None) -> None:
     """Raise if the implementation cannot run, before torch or a law is imported here."""
-    from ..conformance.harness.preflight import check_can_run
+    from ..conformance.candidates.preflight import check_can_run
 
     check_can_run(module, device)
 
@@ -245,8 +229,8 @@ def _print_support(
     module: str, device: str | None, seconds: float, minutes: float | None
 ) -> None:
     """Print what a kernel takes, found by trying."""
-    from ..conformance.harness.probe import MINUTES, probe_support
-    from ..conformance.harness.runner import choose_device
+    from ..conformance.api.check import choose_device
+    from ..conformance.api.probe import MINUTES, probe_support
 
     with Console(stderr=True).status("") as status:
         found = probe_support(
@@ -263,12 +247,12 @@ def _watch(
 
     If the command is interrupted, the report has the laws that were judged until then.
     """
-    from ..conformance.harness.runner import (
+    from ..conformance.api.check import (
         check_implementation,
         choose_device,
         choose_laws,
+        report_so_far,
     )
-    from ..conformance.harness.time_limits import report_so_far
 
     laws = choose_laws(only)
     judged: dict[str, Result] = {}
@@ -294,113 +278,3 @@ def _watch(
             )
         except KeyboardInterrupt:
             return so_far()
-
-
-def _table(report: "Report") -> Table:
-    """Return one row per law."""
-    table = Table(title=f"{report.implementation} on {report.device}")
-    table.add_column("law")
-    table.add_column("ended")
-    table.add_column("cases", justify="right")
-    table.add_column("seconds", justify="right")
-    area = ""
-    for result in report.results:
-        if str(result.status) == OUTSIDE or not _has_begun(result):
-            continue
-        colour = COLOURS.get(str(result.status), "red")
-        if result.area != area:
-            area = result.area
-            table.add_row(f"[bold]{area.replace('_', ' ')}[/]")
-        table.add_row(
-            f"  {result.law}",
-            f"[{colour}]{result.status}[/]",
-            result.count,
-            f"{result.seconds:.1f}",
-        )
-    return table
-
-
-def _print_undeclared(report: "Report", console: Console) -> None:
-    """Print why laws are undeclared, and what was found outside of the declared support."""
-    reasons = report.why_undeclared()
-    if reasons:
-        console.print(f"[yellow]undeclared[/]: {sum(reasons.values())} laws")
-    for reason, count in reasons.items():
-        console.print(f"  {count}: {reason}", highlight=False, markup=False)
-    if report.outside:
-        console.print("[yellow]outside of the declared support[/]:")
-    for how, what in report.outcomes_outside():
-        console.print(f"  {how}: {what}", highlight=False, markup=False)
-
-
-def _print_unfinished(report: "Report", console: Console) -> None:
-    """Print the laws whose time was over, each with what held until then."""
-    if report.unfinished:
-        console.print(f"[yellow]not finished[/]: {len(report.unfinished)} laws")
-    waiting = [result.reason for result in report.unfinished if not _has_begun(result)]
-    for reason, count in Counter(waiting).items():
-        console.print(f"  {count}: {reason}", highlight=False, markup=False)
-    for result in filter(_has_begun, report.unfinished):
-        line = f"  {result.law}: {result.reason}"
-        console.print(line, highlight=False, markup=False)
-        if result.case:
-            console.print(f"    {result.case}", highlight=False, markup=False)
-
-
-def print_notes(report: "Report", console: Console) -> None:
-    """Print what was noticed and is not a failure."""
-    if report.notes:
-        console.print(f"[yellow]notes[/]: {len(report.notes)}")
-    for note in report.notes:
-        console.print(f"  {note}", highlight=False, markup=False)
-
-
-def _has_begun(result: "Result") -> bool:
-    """Return whether a law was tried, or is known without a case."""
-    return str(result.status) != "not finished" or bool(result.cases or result.case)
-
-
-def print_symptom(report: "Report", symptom: "Symptom", console: Console) -> None:
-    """Print what laws that fail alike have in common, and one program that reproduces it."""
-    first = symptom.first
-    from ..conformance.harness.report import SEVERITIES
-
-    console.print()
-    console.print(symptom.title, style="bold red", highlight=False, markup=False)
-    lines = [
-        f"law {first.law}",
-        SEVERITIES[symptom.severity],
-        first.reason,
-        first.cause,
-        first.message,
-    ]
-    if first.what:
-        lines.append(f"{first.what}, {first.where}")
-        lines.append(f"found {first.found}")
-        lines.append(f"right {first.right}")
-    if picture := first.details.get("picture"):
-        lines += [picture["where"], picture["finding"]]
-    if first.case:
-        lines.append(f"input {first.case}")
-    if len(symptom.results) > 1:
-        lines += [
-            "laws that fail alike:",
-            *(f"  {result.law}" for result in symptom.results[1:]),
-        ]
-    for line in lines:
-        if line:
-            console.print(f"  {line}", highlight=False, markup=False)
-    if first.case:
-        console.print("  to reproduce:\n", highlight=False)
-        console.print(report.reproducer(first), highlight=False, markup=False)
-
-
-def _print_first_laws(report: "Report", console: Console) -> None:
-    """Print which laws to look at first, the most severe symptom first."""
-    from ..conformance.harness.report import heading_of
-
-    first = report.laws_to_look_at_first()
-    console.print(f"[bold]{heading_of(first)}:[/]")
-    for index, result in enumerate(first, 1):
-        line = f"  {index}. {result.law}: {result.summary}"
-        console.print(line, highlight=False, markup=False)

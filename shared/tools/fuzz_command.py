@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from ..conformance.harness.law_names import check_words
+from ..conformance.reports.terminal import print_notes, print_symptom
+from ..conformance.running.law_names import check_words
 from ..contract.extras import require
 from .arguments import MINUTES, number
 from .command_line import DISAGREE, choose_interpreter, sentences_for_errors
@@ -16,14 +17,12 @@ from .conformance_commands import (
     Only,
     Workers,
     check_module,
-    print_notes,
-    print_symptom,
 )
 from .report_files import HtmlFile, JsonFile, JUnitFile, MarkdownFile, ReportFiles
 
 if TYPE_CHECKING:
-    from ..conformance.harness.fuzz import Fuzzing
-    from ..conformance.harness.report import Result
+    from ..conformance.api.fuzz import Fuzzing
+    from ..conformance.base.results import Result
 
 
 def fuzz(
@@ -76,12 +75,12 @@ def fuzz(
         files = ReportFiles(json_file, markdown, junit, html)
         files.check()
         check_words(only)
-        from ..conformance.harness.corpus import CORPUS, Corpus
+        from ..conformance.api.corpus import CORPUS, Corpus
 
         Corpus(CORPUS if corpus is None else corpus, module)
         check_module(module, device)
         choose_interpreter(device)
-        from ..conformance.harness.fuzz import fuzz_implementation
+        from ..conformance.api.fuzz import fuzz_implementation
 
         errors = Console(stderr=True)
         with errors.status("") as status:

@@ -12,7 +12,7 @@ from ..contract.extras import require
 from .files import check_outputs, write_text
 
 if TYPE_CHECKING:
-    from ..conformance.harness.report import Report
+    from ..conformance.reports.report import Report
 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the report to this file, as JSON.")
@@ -88,7 +88,7 @@ class ReportFiles:
 
     def write(self, report: "Report") -> list[Path]:
         """Write the files, each completely or not at all, and return their paths."""
-        from .report_page import render_page
+        from ..conformance.reports.page import render_page
 
         written = [] if self.trace is None else [self.trace]
         for path, render in (

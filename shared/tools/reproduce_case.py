@@ -68,9 +68,9 @@ def reproduce_case(file: Path) -> None:
         require("pagetwin reproduce of a case of fuzz", "hypothesis")
         implementation, law, case, device = read_case(file)
         choose_interpreter(device)
-        from ..conformance.harness.candidate import load_candidate
-        from ..conformance.harness.runner import reproduce as run_again
-        from ..conformance.harness.trial import find_law, make_case
+        from ..conformance.api.check import reproduce as run_again
+        from ..conformance.candidates.candidate import load_candidate
+        from ..conformance.running.trial import find_law, make_case
 
         make_case(find_law(law), case)
         load_candidate(implementation)

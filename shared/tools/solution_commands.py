@@ -14,7 +14,7 @@ from .command_line import choose_interpreter, sentences_for_errors
 from .files import check_folder, make_folder, write_text
 
 if TYPE_CHECKING:
-    from ..conformance.harness.report import Report
+    from ..conformance.reports.report import Report
 
 SolutionFile = Annotated[
     Path | None,

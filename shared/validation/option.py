@@ -59,7 +59,7 @@ class Rejected:
 
     Args:
         other: The other option, or another property of calls that
-            `conformance/generators/option_pairs.py` names.
+            `conformance/cases/option_pairs.py` names.
         values: Names of its values that raise together with any value but the first.
         reason: The reason, for the table of pairs.
         words: A part of the error message.

@@ -22,9 +22,9 @@ from functools import wraps
 from inspect import isfunction
 from typing import Any
 
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.runner import choose_laws
-from pagetwin.conformance.harness.trial import make_setting, try_law
+from pagetwin.conformance.api.check import choose_laws
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.running.trial import make_setting, try_law
 from support.compile_kernels import pretend
 from support.warmed_launches import keys_of
 

@@ -8,8 +8,8 @@ from inspect import isclass, isfunction, signature
 from typing import Any
 
 import torch
-from pagetwin.conformance.harness.candidate import Candidate, Support
-from pagetwin.conformance.harness.expect import INPUT_ERRORS
+from pagetwin.conformance.candidates.candidate import Candidate, Support
+from pagetwin.conformance.checks.expect import INPUT_ERRORS
 from pagetwin.contract.layouts import KVCacheLayout
 from torch import Tensor
 

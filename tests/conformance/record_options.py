@@ -17,8 +17,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from pagetwin.conformance.generators.choice_calls import build_call
-from pagetwin.conformance.generators.option_pairs import OPTIONS, REJECTED, design
+from pagetwin.conformance.cases.choice_calls import build_call
+from pagetwin.conformance.cases.option_pairs import OPTIONS, REJECTED, design
 from pagetwin.contract.operations import load_implementation
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "hooks"))

@@ -5,20 +5,13 @@ from functools import wraps
 from typing import Any
 
 import pytest
-from pagetwin.conformance.generators.signatures import (
-    SMALL,
-    draw_batch,
-    draw_signature,
-)
-from pagetwin.conformance.harness import screening
-from pagetwin.conformance.harness.candidate import (
-    Candidate,
-    Support,
-    load_candidate,
-)
-from pagetwin.conformance.harness.law import Law, Setting
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.trial import find_law, make_setting
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.cases.signatures import SMALL, draw_batch, draw_signature
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running import screening
+from pagetwin.conformance.running.trial import find_law, make_setting
 
 LAW = find_law("paged attention is right for every batch of a signature")
 RIGHT = load_candidate("reference").operations["paged_attention"]

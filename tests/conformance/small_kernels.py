@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from pagetwin.conformance.harness.candidate import Candidate, Support
+from pagetwin.conformance.candidates.candidate import Candidate, Support
 from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 
 OPTIONS = AttentionOptions(sliding_window=3)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from pagetwin.conformance import Status, check_implementation
-from pagetwin.conformance.harness import again
-from pagetwin.conformance.harness.again import MOST, try_symptoms_again, words_of
-from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.worker import Job
+from pagetwin.conformance.base.results import Result
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running import again
+from pagetwin.conformance.running.again import MOST, try_symptoms_again, words_of
+from pagetwin.conformance.running.worker import Job
 
 SLOTS = "every new token gets the slot of its block table row"
 FAILED = Result(

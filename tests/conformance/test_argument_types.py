@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.expect import INPUT_ERRORS
-from pagetwin.conformance.harness.state import state_of
-from pagetwin.conformance.harness.trial import make_setting
-from pagetwin.conformance.harness.wrong_calls import COMPUTED, copied
+from pagetwin.conformance.candidates.calls.wrong_calls import COMPUTED, copied
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.checks.expect import INPUT_ERRORS
+from pagetwin.conformance.checks.state import state_of
 from pagetwin.conformance.laws.raised_errors import try_operation
+from pagetwin.conformance.running.trial import make_setting
 from pagetwin.contract.argument_kinds import ArgumentKind, kind_of
 from pagetwin.contract.argument_types import typed
 from pagetwin.contract.operations import CONCEPTS, load_implementation

@@ -15,15 +15,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.conformance.generators.batches import GARBAGE, LAYOUTS, NAN, empty_cache
-from pagetwin.conformance.generators.rearranging import rows_of_answer
+from pagetwin.conformance.cases.batches import GARBAGE, LAYOUTS, NAN, empty_cache
+from pagetwin.conformance.cases.rearranging import rows_of_answer
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.conformance.oracles.brute_force import (
     OracleRequest,
     attend_by_hand,
     judge_out,
     quantise_by_hand,
 )
-from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.budgets import Verdict
 from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES, cache_dtype_of

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pagetwin.conformance.harness.law_names import law_names
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.running.law_names import law_names
 from pagetwin.tools import bench_names
 from pagetwin.tools.bench.libraries import all_libraries
 from pagetwin.tools.cli import USER_ERROR, app

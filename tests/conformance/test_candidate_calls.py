@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness import candidate as module
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.candidates import candidate as module
+from pagetwin.conformance.candidates.candidate import (
     Candidate,
     OutsideSupport,
     Support,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.candidate import Support, why_outside
+from pagetwin.conformance.candidates.candidate import Support, why_outside
 from pagetwin.contract.attention_options import AttentionOptions
 from small_kernels import CALL, OPTIONS
 

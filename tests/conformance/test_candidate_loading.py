@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.flashinfer_bench import adapter
-from pagetwin.conformance.harness import candidate as module
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.candidates import candidate as module
+from pagetwin.conformance.candidates.candidate import (
     Candidate,
     OutsideSupport,
     Support,
@@ -18,6 +17,7 @@ from pagetwin.conformance.harness.candidate import (
     load_candidate,
     why_outside,
 )
+from pagetwin.conformance.flashinfer_bench import adapter
 from pagetwin.contract.attention_options import AttentionOptions
 from small_kernels import CALL, Kernel, candidate
 

@@ -7,16 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.signatures import SMALL, draw_signature
-from pagetwin.conformance.harness import runner
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.fatal import fatal_status, is_context_lost, message_of
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.pytest_support import LawToTry
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import check_implementation, with_known
-from pagetwin.conformance.harness.screening import screen
-from pagetwin.conformance.harness.trial import find_law, make_setting
+from pagetwin.conformance.api import check as runner
+from pagetwin.conformance.api.check import check_implementation, with_known
+from pagetwin.conformance.api.pytest_support import LawToTry
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.candidates.fatal import (
+    fatal_status,
+    is_context_lost,
+    message_of,
+)
+from pagetwin.conformance.cases.signatures import SMALL, draw_signature
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.screening import screen
+from pagetwin.conformance.running.trial import find_law, make_setting
 from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from torch import Tensor
 

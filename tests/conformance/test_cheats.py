@@ -13,12 +13,12 @@ import pytest
 import torch
 from cheats.kinds import KINDS
 from pagetwin.conformance import check_implementation
+from pagetwin.conformance.api.fuzz import fuzz_implementation
 from pagetwin.conformance.flashinfer_bench.definitions import find_definition
 from pagetwin.conformance.flashinfer_bench.export import reference_solution
 from pagetwin.conformance.flashinfer_bench.solutions import read_solution
 from pagetwin.conformance.flashinfer_bench.traces import judge_workloads
-from pagetwin.conformance.harness.fuzz import fuzz_implementation
-from pagetwin.conformance.harness.report import Report
+from pagetwin.conformance.reports.report import Report
 
 pytestmark = [
     pytest.mark.usefixtures("guarded_calls"),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.harness.circumstances import MODES, entered
+from pagetwin.conformance.candidates.calls.circumstances import MODES, entered
 
 CPU = torch.device("cpu")
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.generators.options import Call
-from pagetwin.conformance.harness import canaries
-from pagetwin.conformance.harness.calling import (
+from pagetwin.conformance.base.support import OutsideSupport
+from pagetwin.conformance.candidates.calls.calling import (
     declared,
     expect_right,
     expect_same_results,
@@ -19,7 +17,12 @@ from pagetwin.conformance.harness.calling import (
     unchanged,
     value_size_of,
 )
-from pagetwin.conformance.harness.canaries import (
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.cases.options import Call
+from pagetwin.conformance.checks import canaries
+from pagetwin.conformance.checks.canaries import (
     checked_values,
     copy_of,
     expect_memory,
@@ -28,8 +31,7 @@ from pagetwin.conformance.harness.canaries import (
     kept,
     packed,
 )
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.expect import (
+from pagetwin.conformance.checks.expect import (
     Disagreement,
     budgets,
     bytes_of,
@@ -38,9 +40,7 @@ from pagetwin.conformance.harness.expect import (
     expect_same,
     expect_untimely,
 )
-from pagetwin.conformance.harness.law import Setting
-from pagetwin.conformance.harness.support import OutsideSupport
-from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.running.trial import make_setting
 from torch import Tensor
 
 NAN = float("nan")

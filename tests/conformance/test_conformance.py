@@ -21,28 +21,29 @@ from pagetwin.conformance import (
     check_implementation,
     reproduce,
 )
-from pagetwin.conformance.generators.batches import LAYOUTS, BatchPlan
-from pagetwin.conformance.generators.choice_calls import build_call
-from pagetwin.conformance.generators.machine import KINDS, Machine
-from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
-from pagetwin.conformance.harness import preflight
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.base.results import Result
+from pagetwin.conformance.candidates import preflight
+from pagetwin.conformance.candidates.candidate import (
     Candidate,
     OutsideSupport,
     load_candidate,
 )
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.fitting import fit_case
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.trial import (
+from pagetwin.conformance.candidates.fitting import fit_case
+from pagetwin.conformance.cases.batches import LAYOUTS, BatchPlan
+from pagetwin.conformance.cases.choice_calls import build_call
+from pagetwin.conformance.cases.option_pairs import PLAIN, draw_choice
+from pagetwin.conformance.checks.expect import Disagreement
+from pagetwin.conformance.laws.histories import TOLD, histories
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.laws.machine import KINDS, Machine
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.trial import (
     find_law,
     make_case,
     make_setting,
     try_law,
 )
-from pagetwin.conformance.harness.worker import Job, Worker
-from pagetwin.conformance.laws.histories import TOLD, histories
+from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from typer.testing import CliRunner

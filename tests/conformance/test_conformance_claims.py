@@ -11,31 +11,31 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.api.check import choose_laws
+from pagetwin.conformance.api.pytest_support import LawToTry
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import (
     BATCH_INVARIANT,
     Candidate,
     OutsideSupport,
     Support,
     load_candidate,
 )
-from pagetwin.conformance.harness.expect import (
+from pagetwin.conformance.candidates.fitting import fit_case
+from pagetwin.conformance.checks.expect import (
     Disagreement,
     expect_rejection,
     expect_untimely,
 )
-from pagetwin.conformance.harness.fitting import fit_case
-from pagetwin.conformance.harness.law import Law, law
-from pagetwin.conformance.harness.pytest_support import LawToTry
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import choose_laws
-from pagetwin.conformance.harness.trial import (
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law, law
+from pagetwin.conformance.laws.masks import MaskCase
+from pagetwin.conformance.running.trial import (
     find_law,
     make_case,
     make_setting,
     try_law,
 )
-from pagetwin.conformance.laws.all_laws import ALL_LAWS
-from pagetwin.conformance.laws.masks import MaskCase
 from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 

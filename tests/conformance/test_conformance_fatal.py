@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from pagetwin.conformance import Status
-from pagetwin.conformance.harness.report import SEVERITIES, Report, severity_of
-from pagetwin.conformance.harness.runner import check_implementation
-from pagetwin.conformance.harness.trial import find_law, make_case
-from pagetwin.conformance.harness.worker import Job, Worker
+from pagetwin.conformance.api.check import check_implementation
+from pagetwin.conformance.base.results import SEVERITIES, severity_of
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.trial import find_law, make_case
+from pagetwin.conformance.running.worker import Job, Worker
 
 SLOTS = "every new token gets the slot of its block table row"
 BLOCKS = "blocks needed are the fewest that hold the tokens"

@@ -18,18 +18,18 @@ from pagetwin.conformance import (
     reproduce,
     vllm_like,
 )
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.generators.choice_calls import build_call
-from pagetwin.conformance.generators.option_pairs import PLAIN, draw_choice
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.candidates.candidate import (
     Candidate,
     OutsideSupport,
     load_candidate,
     why_outside,
 )
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.fitting import fit_case
-from pagetwin.conformance.harness.trial import find_law, make_setting, try_law
+from pagetwin.conformance.candidates.fitting import fit_case
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.cases.choice_calls import build_call
+from pagetwin.conformance.cases.option_pairs import PLAIN, draw_choice
+from pagetwin.conformance.checks.expect import Disagreement
+from pagetwin.conformance.running.trial import find_law, make_setting, try_law
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from torch import Tensor

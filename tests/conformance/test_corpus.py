@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 from hypothesis.strategies import SearchStrategy
-from pagetwin.conformance.generators.signatures import VERSION
-from pagetwin.conformance.harness import fuzz
-from pagetwin.conformance.harness.corpus import (
+from pagetwin.conformance.api import fuzz
+from pagetwin.conformance.api.check import choose_laws
+from pagetwin.conformance.api.corpus import (
     FAILURES,
     TRIED,
     Corpus,
     Line,
     check_numbers,
 )
-from pagetwin.conformance.harness.report import Report, Result, Status
-from pagetwin.conformance.harness.runner import choose_laws
-from pagetwin.conformance.harness.worker import Job
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.cases.signatures import VERSION
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.worker import Job
 
 PAGED = "paged attention is right for every batch of a signature"
 SLOTS = "every new token gets the slot of its block table row"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pagetwin.conformance.generators import drawn_numbers
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.cases import drawn_numbers
+from pagetwin.conformance.cases.signatures import (
     LARGE,
     SMALL,
     Limits,
@@ -16,9 +16,9 @@ from pagetwin.conformance.generators.signatures import (
     draw_batch,
     draw_signature,
 )
-from pagetwin.conformance.generators.signed_calls import SignedCall, build_signed
-from pagetwin.conformance.oracles.group_verdicts import judge_group
-from pagetwin.conformance.oracles.groups import make_group
+from pagetwin.conformance.cases.signed_calls import SignedCall, build_signed
+from pagetwin.conformance.checks.group_verdicts import judge_group
+from pagetwin.conformance.checks.groups import make_group
 from support.second_device import DEVICE, HOST, OnDevice, SecondDevice
 from torch import Tensor
 

@@ -7,11 +7,11 @@ from types import ModuleType
 
 import pytest
 from pagetwin import reference
-from pagetwin.conformance.harness import file_formats
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.file_formats import FileFormat, find_format
-from pagetwin.conformance.harness.preflight import _check_exists, _line_in
-from pagetwin.conformance.harness.support import Support
+from pagetwin.conformance.base.support import Support
+from pagetwin.conformance.candidates import file_formats
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.file_formats import FileFormat, find_format
+from pagetwin.conformance.candidates.preflight import _check_exists, _line_in
 
 
 def check(file: str) -> None:

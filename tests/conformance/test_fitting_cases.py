@@ -6,20 +6,16 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance import Support
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.generators.option_pairs import PLAIN
-from pagetwin.conformance.generators.rank_signatures import (
+from pagetwin.conformance.candidates import fitting
+from pagetwin.conformance.candidates.fitting import fit_case, fit_signature
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.option_pairs import PLAIN
+from pagetwin.conformance.cases.rank_signatures import (
     draw_rank_batch,
     draw_rank_signature,
 )
-from pagetwin.conformance.generators.ranks import STEP
-from pagetwin.conformance.generators.signatures import (
-    SMALL,
-    draw_batch,
-    draw_signature,
-)
-from pagetwin.conformance.harness import fitting
-from pagetwin.conformance.harness.fitting import fit_case, fit_signature
+from pagetwin.conformance.cases.ranks import STEP
+from pagetwin.conformance.cases.signatures import SMALL, draw_batch, draw_signature
 
 PLAN = BatchPlan((3, 1), (5, 9))
 SCALES = ["k_scale", "v_scale"]

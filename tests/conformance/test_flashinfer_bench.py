@@ -12,6 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance import Status
+from pagetwin.conformance.base.results import Result
+from pagetwin.conformance.base.support import Support
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.preflight import check_can_run
+from pagetwin.conformance.cases.latent_batches import LatentPlan
 from pagetwin.conformance.flashinfer_bench.calls import PAST, map_heads
 from pagetwin.conformance.flashinfer_bench.definitions import (
     Definition,
@@ -22,12 +27,8 @@ from pagetwin.conformance.flashinfer_bench.families import EXPORTED, FAMILIES
 from pagetwin.conformance.flashinfer_bench.measuring import load_reference
 from pagetwin.conformance.flashinfer_bench.solutions import read_solution
 from pagetwin.conformance.flashinfer_bench.workloads import workloads_of
-from pagetwin.conformance.generators.latent_batches import LatentPlan
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.preflight import check_can_run
-from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.support import Support
-from pagetwin.conformance.harness.trial import find_law, make_setting, try_law
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.trial import find_law, make_setting, try_law
 from pagetwin.tools.cli import USER_ERROR, app
 from pagetwin.tools.solution_commands import write_traces
 from typer.testing import CliRunner

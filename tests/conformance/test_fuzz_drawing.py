@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from hypothesis.strategies import SearchStrategy
-from pagetwin.conformance.harness import fuzz
-from pagetwin.conformance.harness.corpus import Corpus
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import choose_laws
-from pagetwin.conformance.harness.worker import Job
+from pagetwin.conformance.api import fuzz
+from pagetwin.conformance.api.check import choose_laws
+from pagetwin.conformance.api.corpus import Corpus
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.worker import Job
 
 LAWS = choose_laws(None)
 SIGNED = [law for law in LAWS if law.area == fuzz.AREA]

@@ -12,28 +12,24 @@ from typing import Any
 import pytest
 import torch
 from mutants.mutant import load_catalogue
-from pagetwin.conformance.generators.option_pairs import PLAIN
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.api import fuzz
+from pagetwin.conformance.api.corpus import TRIED, Corpus
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.cases.option_pairs import PLAIN
+from pagetwin.conformance.cases.signatures import (
     LARGE,
     SMALL,
     SignedBatch,
     draw_batch,
     draw_signature,
 )
-from pagetwin.conformance.generators.signed_calls import build_signed
-from pagetwin.conformance.harness import fuzz
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.corpus import TRIED, Corpus
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.screening import screen
-from pagetwin.conformance.harness.trial import (
-    find_law,
-    make_case,
-    make_setting,
-)
-from pagetwin.conformance.oracles.batched import attend_batched
-from pagetwin.conformance.oracles.group_verdicts import judge_group
-from pagetwin.conformance.oracles.groups import make_group
+from pagetwin.conformance.cases.signed_calls import build_signed
+from pagetwin.conformance.checks.batched import attend_batched
+from pagetwin.conformance.checks.group_verdicts import judge_group
+from pagetwin.conformance.checks.groups import make_group
+from pagetwin.conformance.running.screening import screen
+from pagetwin.conformance.running.trial import find_law, make_case, make_setting
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from support.planted_bugs import Hunt, hunt

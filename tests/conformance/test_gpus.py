@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness import fuzz, runner
-from pagetwin.conformance.harness.gpus import gpus_of_workers
-from pagetwin.conformance.harness.preflight import choose_device
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.trial import make_setting
-from pagetwin.conformance.harness.worker import Job, Worker
+from pagetwin.conformance.api import check as runner
+from pagetwin.conformance.api import fuzz
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.preflight import choose_device
+from pagetwin.conformance.running.gpus import gpus_of_workers
+from pagetwin.conformance.running.trial import make_setting
+from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.tools.command_line import INTERPRETER, choose_interpreter
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -177,7 +178,7 @@ def test_a_gpu_with_a_number_becomes_the_current_one(
     """Kernels were launched on the first GPU, and its end was awaited."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    from pagetwin.conformance.harness.candidate import load_candidate
+    from pagetwin.conformance.candidates.candidate import load_candidate
 
     for device in ("cuda:1", "cuda", "cpu"):
         make_setting(load_candidate("reference"), device)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness import interference
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.interference import (
+from pagetwin.conformance.base.judged_call import JUDGED_CALL
+from pagetwin.conformance.candidates.guard import interference
+from pagetwin.conformance.candidates.guard.interference import (
     GUARD,
     SHARED,
     SUITE,
@@ -18,8 +18,8 @@ from pagetwin.conformance.harness.interference import (
     guard_operations,
     guarded,
 )
-from pagetwin.conformance.harness.judged_call import JUDGED_CALL
-from pagetwin.conformance.harness.namespaces import Namespaces
+from pagetwin.conformance.candidates.guard.namespaces import Namespaces
+from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.contract.operations import load_implementation
 
 REFERENCE = load_implementation("reference")

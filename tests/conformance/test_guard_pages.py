@@ -6,8 +6,12 @@ import textwrap
 
 import pytest
 import torch
-from pagetwin.conformance.harness import guard_pages
-from pagetwin.conformance.harness.guard_pages import PAGE, guarded, guarded_rows
+from pagetwin.conformance.candidates.guard import guard_pages
+from pagetwin.conformance.candidates.guard.guard_pages import (
+    PAGE,
+    guarded,
+    guarded_rows,
+)
 
 SEGMENTATION_FAULT = -11
 
@@ -16,7 +20,7 @@ def run(code: str) -> int:
     """Return the exit code of a process that reads or writes guarded memory."""
     start = """
         import ctypes, sys, torch
-        from pagetwin.conformance.harness.guard_pages import PAGE, guarded, guarded_rows
+        from pagetwin.conformance.candidates.guard.guard_pages import PAGE, guarded, guarded_rows
 
         def byte(tensor, offset):
             return ctypes.string_at(tensor.data_ptr() + offset, 1)

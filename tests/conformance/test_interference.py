@@ -17,13 +17,18 @@ from unittest import SkipTest
 import pytest
 import torch
 from hypothesis.errors import UnsatisfiedAssumption
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.harness import expect, global_modes
-from pagetwin.conformance.harness.candidate import Candidate
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.fatal import Fatal
-from pagetwin.conformance.harness.global_modes import Mode, read_modes, restore_modes
-from pagetwin.conformance.harness.interference import (
+from pagetwin.conformance.base.judged_call import InterferenceError
+from pagetwin.conformance.base.results import Status
+from pagetwin.conformance.base.support import OutsideSupport, Support
+from pagetwin.conformance.candidates.candidate import Candidate
+from pagetwin.conformance.candidates.fatal import Fatal
+from pagetwin.conformance.candidates.guard import global_modes
+from pagetwin.conformance.candidates.guard.global_modes import (
+    Mode,
+    read_modes,
+    restore_modes,
+)
+from pagetwin.conformance.candidates.guard.interference import (
     GUARD,
     expect_no_threads,
     guard_operations,
@@ -31,12 +36,12 @@ from pagetwin.conformance.harness.interference import (
     is_foreign,
     own_endings,
 )
-from pagetwin.conformance.harness.judged_call import InterferenceError
-from pagetwin.conformance.harness.namespaces import Namespaces
-from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.support import OutsideSupport, Support
-from pagetwin.conformance.harness.trial import OutOfTimeError
-from pagetwin.conformance.oracles import brute_force, dense
+from pagetwin.conformance.candidates.guard.namespaces import Namespaces
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.checks import dense, expect
+from pagetwin.conformance.checks.expect import Disagreement
+from pagetwin.conformance.oracles import brute_force
+from pagetwin.conformance.running.trial import OutOfTimeError
 from pagetwin.contract import budgets
 from pagetwin.contract.operations import load_implementation
 from pagetwin.reference.attention import paged
@@ -318,7 +323,7 @@ def test_a_function_that_was_replaced_is_found(monkeypatch: pytest.MonkeyPatch) 
 
 COMPILES = """
 import torch
-from pagetwin.conformance.harness.interference import GUARD
+from pagetwin.conformance.candidates.guard.interference import GUARD
 
 GUARD.start()
 torch.compile(lambda row: torch.where(row > 0, row, -row).max(), backend="eager")(torch.ones(3))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from pagetwin.conformance.harness.interpreter import speed_up
+from pagetwin.conformance.running.interpreter import speed_up
 from triton.runtime.errors import InterpreterError
 
 pytestmark = pytest.mark.skipif(

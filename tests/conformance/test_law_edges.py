@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from pagetwin.conformance.harness import trial
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.trial import make_setting, try_law
+from pagetwin.conformance.base.results import Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.laws import masks
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running import trial
+from pagetwin.conformance.running.trial import make_setting, try_law
 from pagetwin.contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from torch import Tensor
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from law_faults import ANY, SINGLE, broken
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.trial import make_setting
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs once, on a machine without a GPU"

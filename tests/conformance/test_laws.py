@@ -9,9 +9,7 @@ import pytest
 import torch
 from hypothesis.strategies import SearchStrategy
 from pagetwin.conformance import parametrize_with_laws
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.pytest_support import LawToTry
-from pagetwin.conformance.harness.runner import (
+from pagetwin.conformance.api.check import (
     choose_device,
     choose_laws,
     load_candidate,
@@ -19,8 +17,10 @@ from pagetwin.conformance.harness.runner import (
     make_setting,
     try_law,
 )
-from pagetwin.conformance.harness.worker import Worker
+from pagetwin.conformance.api.pytest_support import LawToTry
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.worker import Worker
 from pagetwin.contract.operations import CONCEPTS
 
 EXAMPLES = 3

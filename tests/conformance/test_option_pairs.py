@@ -6,8 +6,9 @@ from random import Random
 import pytest
 import torch
 from pagetwin.conformance import parametrize_with_laws
-from pagetwin.conformance.generators.choice_calls import build_call
-from pagetwin.conformance.generators.option_pairs import (
+from pagetwin.conformance.api.pytest_support import LawToTry
+from pagetwin.conformance.cases.choice_calls import build_call
+from pagetwin.conformance.cases.option_pairs import (
     PLAIN,
     REJECTED,
     RejectedPair,
@@ -16,7 +17,6 @@ from pagetwin.conformance.generators.option_pairs import (
     draw_choice,
     pairs_of,
 )
-from pagetwin.conformance.harness.pytest_support import LawToTry
 from record_options import RECORD, drawn
 from support.twins import Twin
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.harness import poison
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.poison import _Call, explain_nan, explain_nans
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running import poison
+from pagetwin.conformance.running.poison import _Call, explain_nan, explain_nans
+from pagetwin.conformance.running.trial import make_setting
 from torch import Tensor
 
 NAN = float("nan")

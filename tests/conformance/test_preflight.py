@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness import preflight
-from pagetwin.conformance.harness.preflight import (
+from pagetwin.conformance.candidates import preflight
+from pagetwin.conformance.candidates.preflight import (
     _check_exists,
     _check_source,
     _load,

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 from pagetwin.conformance import Status, Support
-from pagetwin.conformance.generators.views import Views
-from pagetwin.conformance.harness import probe, worker
-from pagetwin.conformance.harness.probe import probe_support
-from pagetwin.conformance.harness.probe_calls import SIZES
-from pagetwin.conformance.harness.report import Result
-from pagetwin.conformance.harness.worker import Job, Worker
+from pagetwin.conformance.api import probe
+from pagetwin.conformance.api.probe import probe_support
+from pagetwin.conformance.api.probe_calls import SIZES
+from pagetwin.conformance.base.results import Result
+from pagetwin.conformance.cases.views import Views
+from pagetwin.conformance.running import worker
+from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.tools.cli import app
 from pagetwin.tools.command_line import USER_ERROR
 from typer.testing import CliRunner

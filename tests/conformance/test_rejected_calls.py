@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from pagetwin import optimized, reference
-from pagetwin.conformance.harness.state import state_of
+from pagetwin.conformance.checks.state import state_of
 from pagetwin.contract.extra_keys import ExtraKeys
 from pagetwin.contract.scheduler_classes import Request, RequestStatus
 from pagetwin.contract.sequence_classes import SequenceGroup, SequenceInput
@@ -66,7 +66,7 @@ ELSEWHERE = {
     "BlockRows": "part of the paged cache",
     "CapturedSteps": "the base of the twins' CommonAttentionState",
     "CheckedSteps": OF_RECORDER,
-    "CommonAttentionState": "shared/conformance/laws/graph_rejections.py",
+    "CommonAttentionState": "shared/conformance/laws/v0/graph_rejections.py",
     "GraphSamples": OF_RECORDER,
     "GroupRows": OF_RECORDER,
     "Launcher": INTERNAL,

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 from pagetwin.conformance import Status
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.generators.option_pairs import OPTIONS, allowed, drawn_choice
-from pagetwin.conformance.generators.reuse import Reuse, compiled
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.runner import check_implementation
-from pagetwin.conformance.harness.trial import find_law, make_setting, try_law
-from pagetwin.conformance.harness.worker import SIGNATURES, signatures_on
+from pagetwin.conformance.api.check import check_implementation
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.option_pairs import OPTIONS, allowed, drawn_choice
+from pagetwin.conformance.cases.reuse import Reuse, compiled
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.trial import find_law, make_setting, try_law
+from pagetwin.conformance.running.worker import SIGNATURES, signatures_on
 
 ATTENDS = "every new token attends to its sequence up to itself"
 OPTION = "paged attention is right under any options"

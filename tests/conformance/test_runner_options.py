@@ -7,16 +7,16 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from pagetwin.conformance.harness import runner
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.runner import (
+from pagetwin.conformance.api import check as runner
+from pagetwin.conformance.api.check import (
     check_implementation,
     choose_laws,
     with_known,
 )
-from pagetwin.conformance.harness.time_limits import TimeLimits
-from pagetwin.conformance.harness.worker import Job, signatures_on
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.limits import TimeLimits
+from pagetwin.conformance.running.worker import Job, signatures_on
 from wrong_adapters import LAWS, WRONG
 
 

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pagetwin.conformance.harness import runner
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.runner import reproduce
+from pagetwin.conformance.api import check as runner
+from pagetwin.conformance.api.check import reproduce
+from pagetwin.conformance.checks.expect import Disagreement
 from wrong_adapters import WRONG
 
 

@@ -7,24 +7,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.generators.option_pairs import PLAIN
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.cases.option_pairs import PLAIN
+from pagetwin.conformance.cases.signatures import (
     LARGE,
     SMALL,
     SignedBatch,
     draw_batch,
     draw_signature,
 )
-from pagetwin.conformance.generators.signed_calls import build_signed
-from pagetwin.conformance.harness import screening
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.screening import screen
-from pagetwin.conformance.harness.trial import find_law, make_setting
-from pagetwin.conformance.harness.worker import Job, Worker
-from pagetwin.conformance.oracles import groups
-from pagetwin.conformance.oracles.group_verdicts import judge_group
-from pagetwin.conformance.oracles.groups import COSTS_ON_GPU, Costs, make_group
+from pagetwin.conformance.cases.signed_calls import build_signed
+from pagetwin.conformance.checks import groups
+from pagetwin.conformance.checks.group_verdicts import judge_group
+from pagetwin.conformance.checks.groups import COSTS_ON_GPU, Costs, make_group
+from pagetwin.conformance.running import screening
+from pagetwin.conformance.running.screening import screen
+from pagetwin.conformance.running.trial import find_law, make_setting
+from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.contract.operations import load_implementation
 
 CPU = torch.device("cpu")

@@ -5,25 +5,22 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.rank_signatures import (
+from pagetwin.conformance.base.results import Status
+from pagetwin.conformance.candidates.candidate import OutsideSupport, Support
+from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.cases.rank_signatures import (
     draw_rank_batch,
     draw_rank_signature,
 )
-from pagetwin.conformance.generators.ranks import GATHER, RING, STEP
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.cases.ranks import GATHER, RING, STEP
+from pagetwin.conformance.cases.signatures import (
     LARGE,
     SMALL,
     draw_batch,
     draw_signature,
 )
-from pagetwin.conformance.harness import screening
-from pagetwin.conformance.harness.candidate import (
-    OutsideSupport,
-    Support,
-)
-from pagetwin.conformance.harness.law import Setting
-from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.screening import (
+from pagetwin.conformance.running import screening
+from pagetwin.conformance.running.screening import (
     MOST_RESERVED,
     ContextLostError,
     screen,

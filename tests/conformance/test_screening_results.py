@@ -7,26 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.option_pairs import PLAIN
-from pagetwin.conformance.generators.rank_signatures import (
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.cases.option_pairs import PLAIN
+from pagetwin.conformance.cases.rank_signatures import (
     draw_rank_batch,
     draw_rank_signature,
 )
-from pagetwin.conformance.generators.ranks import GATHER, RING, STEP
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.cases.ranks import GATHER, RING, STEP
+from pagetwin.conformance.cases.signatures import (
     SMALL,
     SignedBatch,
     draw_batch,
     draw_signature,
 )
-from pagetwin.conformance.harness import screening
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.screening import (
-    MARGIN,
-    Tally,
-    describe,
-    screen,
-)
+from pagetwin.conformance.running import screening
+from pagetwin.conformance.running.screening import MARGIN, Tally, describe, screen
 from screened_calls import FIRST, LAW, break_alone, failing, setting_of
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.generators.option_pairs import OPTIONS, PLAIN, allowed
-from pagetwin.conformance.generators.signatures import SMALL, draw_batch, draw_signature
-from pagetwin.conformance.generators.views import Views
-from pagetwin.conformance.harness.shrinking import shrink, simpler
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.option_pairs import OPTIONS, PLAIN, allowed
+from pagetwin.conformance.cases.signatures import SMALL, draw_batch, draw_signature
+from pagetwin.conformance.cases.views import Views
+from pagetwin.conformance.running.shrinking import shrink, simpler
 
 PLAN = BatchPlan(
     (3, 1, 9), (20, 4, 9), block_size=3, kv_heads=3, group=4, head_size=24,

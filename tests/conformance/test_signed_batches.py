@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import GARBAGE, TABLES
-from pagetwin.conformance.generators.drawn_numbers import CPU, NUMBERS, Numbers
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.api.corpus import Corpus
+from pagetwin.conformance.cases.batches import GARBAGE, TABLES
+from pagetwin.conformance.cases.drawn_numbers import CPU, NUMBERS, Numbers
+from pagetwin.conformance.cases.signatures import (
     ENTRIES,
     LARGE,
     POISONS,
@@ -20,8 +21,7 @@ from pagetwin.conformance.generators.signatures import (
     draw_batch,
     draw_signature,
 )
-from pagetwin.conformance.generators.signed_calls import SignedCall, build_signed
-from pagetwin.conformance.harness.corpus import Corpus
+from pagetwin.conformance.cases.signed_calls import SignedCall, build_signed
 from pagetwin.tools.cli import USER_ERROR, app
 from typer.testing import CliRunner
 

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance import Status
+from pagetwin.conformance.base.results import Result
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.guard.interference import GUARD, expect_no_threads
+from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.conformance.flashinfer_bench import measuring, traces
 from pagetwin.conformance.flashinfer_bench.adapter import (
     DTYPE_OF,
@@ -48,13 +52,10 @@ from pagetwin.conformance.flashinfer_bench.workloads import (
     workloads_of,
     write_safetensors,
 )
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.interference import GUARD, expect_no_threads
-from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.trial import make_setting
-from pagetwin.conformance.harness.worker import Job
-from pagetwin.conformance.harness.worker_process import measured
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.trial import make_setting
+from pagetwin.conformance.running.worker import Job
+from pagetwin.conformance.running.worker_process import measured
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance import Status
+from pagetwin.conformance.base.results import Result
 from pagetwin.conformance.flashinfer_bench import traces
 from pagetwin.conformance.flashinfer_bench.adapter import DTYPE_OF, SHAPE_OF
 from pagetwin.conformance.flashinfer_bench.families import FAMILIES
@@ -19,8 +20,8 @@ from pagetwin.conformance.flashinfer_bench.traces import (
     status_of,
     with_laws,
 )
-from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.trial import find_law
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.trial import find_law
 
 NUMBERS = {
     "max_relative_error": 0.25,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.harness.state import state_of
+from pagetwin.conformance.checks.state import state_of
 
 NAN = float("nan")
 

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance import Support
-from pagetwin.conformance.harness.support import (
-    kind_of,
-)
+from pagetwin.conformance.base.support import kind_of
 from support_layouts import CACHE, QUERY, strided
 
 FP8 = torch.float8_e4m3fn

@@ -2,7 +2,7 @@
 
 import torch
 from pagetwin.conformance import Support
-from pagetwin.conformance.harness.support import (
+from pagetwin.conformance.base.support import (
     _has_strides,
     bounds_of,
     converted,

@@ -5,18 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness import poison
-from pagetwin.conformance.harness.candidate import Candidate
-from pagetwin.conformance.harness.poison import explain_nan, explain_nans
-from pagetwin.conformance.harness.report import (
-    SEVERITIES,
-    Report,
-    Result,
-    Status,
-    severity_of,
-)
-from pagetwin.conformance.harness.support import Support
-from pagetwin.conformance.harness.trial import find_law, make_setting
+from pagetwin.conformance.base.results import SEVERITIES, Result, Status, severity_of
+from pagetwin.conformance.base.support import Support
+from pagetwin.conformance.candidates.candidate import Candidate
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running import poison
+from pagetwin.conformance.running.poison import explain_nan, explain_nans
+from pagetwin.conformance.running.trial import find_law, make_setting
 from pagetwin.contract.operations import load_implementation
 
 ATTENDS = "every new token attends to its sequence up to itself"

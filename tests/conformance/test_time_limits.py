@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 from pagetwin.conformance import Status, check_implementation
-from pagetwin.conformance.harness import runner
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.endings import Endings
-from pagetwin.conformance.harness.fuzz import fuzz_implementation
-from pagetwin.conformance.harness.report import Report, Result
-from pagetwin.conformance.harness.trial import (
+from pagetwin.conformance.api import check as runner
+from pagetwin.conformance.api.fuzz import fuzz_implementation
+from pagetwin.conformance.base.results import Result
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.limits import Endings
+from pagetwin.conformance.running.trial import (
     SECONDS_TO_SHRINK,
     find_law,
     make_case,
     make_setting,
     try_law,
 )
-from pagetwin.conformance.harness.worker import Job, Worker
-from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.tools import report_files
 from pagetwin.tools.cli import app
 from pagetwin.tools.command_line import UNFINISHED

@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.harness import trial
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import (
     Candidate,
     OutsideSupport,
     Support,
     load_candidate,
 )
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.interference import found_interference
-from pagetwin.conformance.harness.law import Law, Setting
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.trial import (
+from pagetwin.conformance.candidates.guard.interference import found_interference
+from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.checks.expect import Disagreement
+from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running import trial
+from pagetwin.conformance.running.trial import (
     find_law,
     make_case,
     make_setting,
@@ -27,7 +29,6 @@ from pagetwin.conformance.harness.trial import (
     try_case,
     try_law,
 )
-from pagetwin.conformance.laws.all_laws import ALL_LAWS
 
 REFERENCE = load_candidate("reference")
 NEEDED = "compute_slot_mapping_batch"

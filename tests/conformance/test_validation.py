@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.harness import expect
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.runner import make_setting, try_law
+from pagetwin.conformance.api.check import make_setting, try_law
+from pagetwin.conformance.base.results import Status
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.checks import expect
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
 from pagetwin.optimized.runtime import attention_call
 from pagetwin.optimized.runtime.repeat import signatures
 from pagetwin.validation import values_checked

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from pagetwin.conformance.harness import worker as module
-from pagetwin.conformance.harness.report import Result, Status
-from pagetwin.conformance.harness.worker import (
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.running import worker as module
+from pagetwin.conformance.running.worker import (
     Job,
     Worker,
     _ignore_broken_pipe,
@@ -235,7 +235,7 @@ def frames(*files: str) -> list[str]:
             [f"{module.PYTHON}/site-packages/kernels/own.py"],
             ", at line 1 of own.py, in f",
         ),
-        (["/p/conformance/harness/trial.py", "/k/own.py"], ""),
+        ([f"{module.SUITE}running/trial.py", "/k/own.py"], ""),
         ([f"{module.PYTHON}/threading.py"], ""),
         ([], ""),
     ],

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.candidate import Candidate
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.support import Support
-from pagetwin.conformance.harness.wrong_calls import WrongCalls
+from pagetwin.conformance.base.support import Support
+from pagetwin.conformance.candidates.calls.wrong_calls import WrongCalls
+from pagetwin.conformance.candidates.candidate import Candidate
+from pagetwin.conformance.checks.expect import Disagreement
 
 CPU = torch.device("cpu")
 KINDS = ("types", "forms", "shapes", "contents")

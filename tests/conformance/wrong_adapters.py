@@ -1,6 +1,6 @@
 """An adapter with a wrong kernel."""
 
-from pagetwin.conformance.harness.runner import choose_laws
+from pagetwin.conformance.api.check import choose_laws
 
 LAWS = choose_laws(None)[:4]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import NAN, BatchPlan, BatchTensors
-from pagetwin.conformance.oracles.dense import judge_attention, same_bits
+from pagetwin.conformance.cases.batches import NAN, BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention, same_bits
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.engine.selector import load_backend

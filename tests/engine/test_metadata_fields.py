@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.steps import Requests, expect_fields, whole_step
-from pagetwin.conformance.harness.expect import Disagreement
+from pagetwin.conformance.cases.steps import Requests, whole_step
+from pagetwin.conformance.checks.expect import Disagreement
+from pagetwin.conformance.checks.metadata import expect_fields
 from pagetwin.contract import metadata_classes, sequence_classes
 from pagetwin.contract.graph_classes import (
     CAPTURE_VALUES,

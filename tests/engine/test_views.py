@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance import Status, Support
-from pagetwin.conformance.generators.batches import GARBAGE, BatchPlan, to_strided
-from pagetwin.conformance.generators.caches import CacheSizes
-from pagetwin.conformance.generators.forms import (
+from pagetwin.conformance.candidates.candidate import Candidate, load_candidate
+from pagetwin.conformance.candidates.fitting import fit_case
+from pagetwin.conformance.cases.batches import GARBAGE, BatchPlan, to_strided
+from pagetwin.conformance.cases.caches import CacheSizes
+from pagetwin.conformance.cases.forms import (
     FORMS,
     TABLE_FORMS,
     laid_out,
@@ -17,14 +19,12 @@ from pagetwin.conformance.generators.forms import (
     table_laid_out,
     words_of_strides,
 )
-from pagetwin.conformance.generators.options import paged_call
-from pagetwin.conformance.generators.signatures import SMALL, draw_signature
-from pagetwin.conformance.generators.views import Views, draw_views
-from pagetwin.conformance.harness.canaries import memory_of
-from pagetwin.conformance.harness.candidate import Candidate, load_candidate
-from pagetwin.conformance.harness.fitting import fit_case
-from pagetwin.conformance.harness.trial import find_law, make_setting, try_law
+from pagetwin.conformance.cases.options import paged_call
+from pagetwin.conformance.cases.signatures import SMALL, draw_signature
+from pagetwin.conformance.cases.views import Views, draw_views
+from pagetwin.conformance.checks.canaries import memory_of
 from pagetwin.conformance.laws.cache_write import CacheWrite
+from pagetwin.conformance.running.trial import find_law, make_setting, try_law
 from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.canaries import checked_values
+from pagetwin.conformance.checks.canaries import checked_values
 from pagetwin.optimized.backends.xformers_split_k import why_no_xformers
 from support.twins import TWINS
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagetwin.conformance.harness.interpreter import speed_up
+from pagetwin.conformance.running.interpreter import speed_up
 from pagetwin.engine.rank_group import RankGroup
 from parallel_job import DEVICE, Job
 from parallel_laws import FAULTS, RanksApart, hold_all

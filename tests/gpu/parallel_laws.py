@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from pagetwin.conformance.harness.calling import expect_right
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.law import Setting
-from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.candidates.calls.calling import expect_right
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.setting import Setting
 from pagetwin.conformance.laws import parallel_step, prefill_parallel, tensor_parallel
 from pagetwin.conformance.laws.dcp_attention import Dealt
 from pagetwin.conformance.laws.parallel_step import Shared, bits, whole_call
 from pagetwin.conformance.laws.prefill_parallel import Prompts
+from pagetwin.conformance.running.trial import make_setting
 from pagetwin.contract.parallel import KeySplits
 from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
 from pagetwin.optimized import release_workspace

@@ -50,8 +50,8 @@ LONGEST = 600
 
 def judge_here(implementation: str, lines: Path, asked: argparse.Namespace) -> int:
     """Check one implementation in this process, and write one line of JSON per law."""
-    from pagetwin.conformance.harness.report import Result
-    from pagetwin.conformance.harness.runner import check_implementation
+    from pagetwin.conformance.api.check import check_implementation
+    from pagetwin.conformance.base.results import Result
 
     with lines.open("w", encoding="utf-8") as sink:
 

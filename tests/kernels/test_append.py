@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.optimized.dispatch.dispatch import PIPELINE
 from pagetwin.optimized.kernels.portable.host.plans import PortableAppendPlan
 from pagetwin.optimized.runtime.family import Task

@@ -13,8 +13,8 @@ import pytest
 import torch
 from append_on_host import run_segments
 from hopper_launches import Way, record_launches
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch.choice import launch_attention, make_attention_plan
 from pagetwin.optimized.kernels.portable.host.plans import PortableAppendPlan

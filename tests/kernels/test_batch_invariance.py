@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions, pack_options
 from pagetwin.optimized.kernels.portable.host.make_launches import SPLIT_SIZE
 from pagetwin.optimized.kernels.portable.host.plan import PortablePlan

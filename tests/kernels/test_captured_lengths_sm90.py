@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
 from pagetwin.optimized.kernels.sm90.append import family as append

@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import (
-    GARBAGE,
-    BatchPlan,
-    BatchTensors,
-    build,
-)
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.cases.batches import GARBAGE, BatchPlan, BatchTensors, build
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch import cascade
 from pagetwin.optimized.runtime import attention_call

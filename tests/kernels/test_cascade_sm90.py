@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch import cascade
 from pagetwin.optimized.kernels.portable.host import cascade as grids

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.portable.host import make_launches as prepare
 from pagetwin.optimized.kernels.portable.options.score import lower_scores

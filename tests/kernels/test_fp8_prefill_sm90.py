@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch.choice import make_attention_plan
 from pagetwin.optimized.kernels.sm90.fp8_prefill import family

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_faults import FAULTS
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.kernels import change_module
 from pagetwin.gluon_interpreter.operations import multiple_of

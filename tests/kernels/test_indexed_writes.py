@@ -9,7 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.runner import load_candidate, make_setting, try_law
+from pagetwin.conformance.api.check import (
+    load_candidate,
+    make_setting,
+    try_law,
+)
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from hopper_launches import Way, record_launches
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.common.config import (
     MASK_BEGIN,

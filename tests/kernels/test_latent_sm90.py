@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from compile_latent_sm90 import BF16, CASES, FP16, Case, make_call
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.generators.latent_batches import LatentPlan
-from pagetwin.conformance.harness.runner import load_candidate, make_setting
+from pagetwin.conformance.api.check import load_candidate, make_setting
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.cases.latent_batches import LatentPlan
+from pagetwin.conformance.checks.dense import judge_lse, same_bits
 from pagetwin.conformance.laws import latents as laws
-from pagetwin.conformance.oracles.dense import judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.dispatch.dispatch import PIPELINE

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cost_layers import LLAMA
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.common.config import WARPGROUP_M
 from pagetwin.optimized.kernels.sm90.prefill import family, packed

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.generators.batches import build as build_alike
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.batches import build as build_alike
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.common import planes
 from pagetwin.optimized.kernels.sm90.common.config import (

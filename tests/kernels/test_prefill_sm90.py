@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse, same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.common import planes
 from pagetwin.optimized.kernels.sm90.common.config import (

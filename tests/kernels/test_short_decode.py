@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
+from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch import dispatch
 from pagetwin.optimized.kernels.portable.host import tuning

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.kernels import change_module
 from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.oracles.dense import judge_attention
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.checks.dense import judge_attention
 from pagetwin.contract.specs import CrossAttentionSpec, KVCacheSpec
 from pagetwin.engine.selector import load_backend
 from support.twins import Twin

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.generators.latent_batches import LatentPlan, build_latents
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.cases.latent_batches import LatentPlan, build_latents
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec

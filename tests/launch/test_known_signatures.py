@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from pagetwin import optimized
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.generators.options import paged_call, ragged_call
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.options import paged_call, ragged_call
 from pagetwin.optimized.attention import latent
 from pagetwin.optimized.cache import cache_ops
 from pagetwin.optimized.dispatch import cascade, dispatch

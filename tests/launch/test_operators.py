@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.generators import latent_batches
-from pagetwin.conformance.generators.batches import BatchPlan, build
-from pagetwin.conformance.generators.choice_calls import build_call
-from pagetwin.conformance.generators.options import Call
+from pagetwin.conformance.cases import latent_batches
+from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.cases.choice_calls import build_call
+from pagetwin.conformance.cases.options import Call
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
-from pagetwin.conformance.oracles.dense import same_bits
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
     AttentionOptions,

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from pagetwin.conformance.generators.batches import BatchPlan
+from pagetwin.conformance.cases.batches import BatchPlan
 from support import hopper, hopper_checks, hopper_fp8, hopper_fp8_checks
 from support.twins import TWINS
 

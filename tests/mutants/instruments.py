@@ -1,4 +1,4 @@
-"""Mutants of the instruments: of the harness, the recorder, and what judges solutions.
+"""Mutants of the instruments: of the conformance suite without its laws, and of the recorder.
 
 The catalogue is a folder of TOML files. An entry has an id that says what breaks, and the text that
 is replaced, which stands once in its file. The `tests` of a file have to find its mutants.
@@ -21,9 +21,14 @@ else:
 
 CATALOGUE = MUTANTS / "instruments"
 PACKAGES = (
-    "shared/conformance/harness",
-    "shared/recorder",
+    "shared/conformance/api",
+    "shared/conformance/base",
+    "shared/conformance/candidates",
+    "shared/conformance/checks",
     "shared/conformance/flashinfer_bench",
+    "shared/conformance/reports",
+    "shared/conformance/running",
+    "shared/recorder",
 )
 """The folders of the instruments."""
 
@@ -33,8 +38,8 @@ class InstrumentMutant:
     """One small change of an instrument.
 
     Args:
-        id: Where and what goes wrong: "harness/expect/dtype-not-compared".
-        file: The changed file, such as "shared/conformance/harness/expect.py".
+        id: Where and what goes wrong: "checks/expect/dtype-not-compared".
+        file: The changed file, such as "shared/conformance/checks/expect.py".
         old, new: The text that stands once in that file, and what replaces it.
         tests: Files of the tests that have to find it.
     """

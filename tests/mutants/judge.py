@@ -24,11 +24,12 @@ from typing import Any
 
 from hypothesis import Phase, settings
 from hypothesis.strategies import SearchStrategy
-from pagetwin.conformance.harness import trial as trying
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.interpreter import speed_up
-from pagetwin.conformance.harness.law import Law, Setting
-from pagetwin.conformance.harness.report import Result, Status
+from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running import trial as trying
+from pagetwin.conformance.running.interpreter import speed_up
 
 from .graft import graft
 from .mutant import Mutant

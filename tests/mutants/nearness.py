@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from functools import cache
 
-from pagetwin.conformance.harness.law import Law
+from pagetwin.conformance.laws.law import Law
 from pagetwin.contract.operations import CONCEPTS
 from support.source_tree import imports, modules
 

@@ -23,8 +23,8 @@ if __name__ == "__main__":
     isolate()
 
 import torch
-from pagetwin.conformance.harness.law import Law
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
 
 from .generate import OPERATORS, Generated, generate, read_reasons, sample
 from .judge import OUTCOME_OF, Trial, judge

@@ -28,12 +28,13 @@ if __name__ == "__main__":
     isolate()
 
 from hypothesis import Phase, settings
-from pagetwin.conformance.harness import trial as trying
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.interpreter import speed_up
-from pagetwin.conformance.harness.law import Law, Setting
-from pagetwin.conformance.harness.report import Status
+from pagetwin.conformance.base.results import Status
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.setting import Setting
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running import trial as trying
+from pagetwin.conformance.running.interpreter import speed_up
 
 from .widths import BITS, WIDTHS, Site, graft_instrumented
 

@@ -139,7 +139,7 @@ def test_a_trivial_change_is_killed_and_one_without_effect_stays_alive(
     tmp_path: Path,
 ) -> None:
     text = "    if isinstance(right, Tensor):\n        _expect_same_tensor(what, found, right)"
-    head = 'file = "shared/conformance/harness/expect.py"\n'
+    head = 'file = "shared/conformance/checks/expect.py"\n'
     tests = 'tests = ["tests/conformance/test_comparators.py"]\n'
     (tmp_path / "mine.toml").write_text(
         head

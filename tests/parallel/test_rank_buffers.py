@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.ranks import run_ranks
+from pagetwin.conformance.candidates.calls.ranks import run_ranks
 from pagetwin.contract.operations import load_implementation
 from pagetwin.engine.rank_group import RankGroup
 from pagetwin.optimized.parallel.rank_buffers import RankBuffers

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 from mutants.mutant import load_catalogue
-from pagetwin.conformance.generators.rank_calls import rank_call
-from pagetwin.conformance.generators.rank_signatures import (
+from pagetwin.conformance.base.results import Status
+from pagetwin.conformance.candidates.calls.rank_calls import run_signed
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.cases.rank_calls import rank_call
+from pagetwin.conformance.cases.rank_signatures import (
     MAX_RANKS,
     draw_rank_batch,
     draw_rank_signature,
 )
-from pagetwin.conformance.generators.ranks import GATHER, RING, STEP
-from pagetwin.conformance.generators.signatures import LARGE, SMALL, SignedBatch
-from pagetwin.conformance.generators.signed_calls import build_signed
-from pagetwin.conformance.harness import trial
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.rank_calls import run_signed
-from pagetwin.conformance.harness.report import Status
-from pagetwin.conformance.harness.screening import screen
-from pagetwin.conformance.harness.trial import find_law, make_case, make_setting
+from pagetwin.conformance.cases.ranks import GATHER, RING, STEP
+from pagetwin.conformance.cases.signatures import LARGE, SMALL, SignedBatch
+from pagetwin.conformance.cases.signed_calls import build_signed
+from pagetwin.conformance.running import trial
+from pagetwin.conformance.running.screening import screen
+from pagetwin.conformance.running.trial import find_law, make_case, make_setting
 from rank_functions import FUNCTION, RIGHT, WRONG
 from support.planted_bugs import Hunt, hunt
 

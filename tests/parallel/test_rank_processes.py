@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.calling import expect_right
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.ranks import run_ranks
+from pagetwin.conformance.candidates.calls.calling import expect_right
+from pagetwin.conformance.candidates.calls.ranks import run_ranks
+from pagetwin.conformance.candidates.candidate import load_candidate
 from pagetwin.conformance.laws.dcp_attention import Dealt
 from pagetwin.conformance.laws.parallel_step import (
     BITS,

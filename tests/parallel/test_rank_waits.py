@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.harness.ranks import _LocalRanks, run_ranks
+from pagetwin.conformance.candidates.calls.ranks import _LocalRanks, run_ranks
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.contract.parallel import KeySplits

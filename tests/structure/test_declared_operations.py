@@ -15,16 +15,16 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from pagetwin.conformance import Status, check_implementation
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.harness.candidate import (
+from pagetwin.conformance.candidates.candidate import (
     Candidate,
     OutsideSupport,
     Support,
     load_candidate,
 )
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.cases.batches import BatchPlan
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.trial import make_setting
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs once, on a machine without a GPU"

@@ -26,8 +26,8 @@ TRY = """
 from random import Random
 
 import torch
-from pagetwin.conformance.generators.option_pairs import draw_choice
-from pagetwin.conformance.generators.choice_calls import build_call
+from pagetwin.conformance.cases.option_pairs import draw_choice
+from pagetwin.conformance.cases.choice_calls import build_call
 from pagetwin.contract.operations import load_implementation
 
 reference = load_implementation("reference")

@@ -24,7 +24,7 @@ BLOCK = re.compile(r"^```(text|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TRY = """
 import json
 
-from pagetwin.conformance.harness.runner import (
+from pagetwin.conformance.api.check import (
     choose_laws,
     load_candidate,
     make_setting,

@@ -47,20 +47,34 @@ PENDING_CYCLES: list[list[str]] = []
 PENDING_STRINGS: set[tuple[str, str]] = set()
 # public classes that still have the name of another one
 PENDING_NAMES: set[str] = set()
-# folders of the optimized twin; each imports its own floor and those before it
-FLOORS: list[set[str]] = [
-    {"runtime"},
-    {"kernels"},
-    {"dispatch"},
-    {"attention", "batch", "cache", "v0"},
-    {"backends", "warm_up"},
-    {"parallel"},
-]
+# folders of a package; each imports its own floor and those before it
+FLOORS: dict[str, list[set[str]]] = {
+    "optimized": [
+        {"runtime"},
+        {"kernels"},
+        {"dispatch"},
+        {"attention", "batch", "cache", "v0"},
+        {"backends", "warm_up"},
+        {"parallel"},
+    ],
+    "conformance": [
+        {"base"},
+        {"oracles"},
+        {"cases"},
+        {"checks"},
+        {"candidates"},
+        {"laws"},
+        {"running"},
+        {"reports"},
+        {"api"},
+        {"flashinfer_bench"},
+    ],
+}
 LIBRARIES = {"triton", "xformers"}
 KERNEL_PACKAGES = ("optimized", "tools", "gluon_interpreter")
 KERNEL_FOLDERS = ("examples.gluon.", "examples.ladder.")
 # makes Triton's interpreter faster, and is imported only if the checked kernels use Triton
-USES_LIBRARIES = {"conformance.harness.interpreter"}
+USES_LIBRARIES = {"conformance.running.interpreter"}
 # more files than a dozen in one folder, and why
 LARGE_FOLDERS = {
     "optimized/kernels/portable/options": "one file per option",
@@ -70,8 +84,7 @@ LARGE_FOLDERS = {
     "optimized/parallel": "one file per part of a step, and what its ranks share",
     "optimized/batch": "one file per part of a step",
     "reference/batch": "one file per part of a step",
-    "shared/conformance/generators": "one file per kind of case",
-    "shared/conformance/harness": "one file per stage of a run",
+    "shared/conformance/cases": "one file per kind of case",
     "shared/conformance/laws": "one file per subject of laws",
     "shared/contract": "one file per family of classes",
     "shared/examples": "one file per concept",
@@ -106,22 +119,24 @@ def test_packages_import_each_other_in_one_direction() -> None:
 
 
 def floor_of(module: str) -> int:
-    """Return the floor of a module of the optimized twin, counted from below."""
-    folder = module.split(".")[1] if "." in module else ""
-    return next((at for at, names in enumerate(FLOORS) if folder in names), len(FLOORS))
+    """Return the floor of a module of a package with floors, counted from below."""
+    package, _, inner = module.partition(".")
+    floors, folder = FLOORS[package], inner.partition(".")[0]
+    return next((at for at, names in enumerate(floors) if folder in names), len(floors))
 
 
-def test_the_optimized_twin_has_floors_that_import_only_those_below() -> None:
+@pytest.mark.parametrize("package", FLOORS)
+def test_a_package_has_floors_that_import_only_those_below(package: str) -> None:
     upward = {
         (module, target)
         for module in modules()
-        if module.startswith("optimized.") and module != "optimized.launch"
+        if module.startswith(f"{package}.")
         for target in imports(module)
-        if target.startswith("optimized.") and floor_of(target) > floor_of(module)
+        if target.startswith(f"{package}.") and floor_of(target) > floor_of(module)
     }
     assert upward == set()
-    names = {path.name for path in (ROOT / "optimized").iterdir() if path.is_dir()}
-    assert names - {"__pycache__"} == set().union(*FLOORS)
+    names = {path.name for path in FOLDERS[package].iterdir() if path.is_dir()}
+    assert names - {"__pycache__"} == set().union(*FLOORS[package])
 
 
 def test_a_chip_is_named_in_its_own_folder_and_in_the_list_of_families_alone() -> None:

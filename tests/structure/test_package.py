@@ -68,3 +68,21 @@ def test_the_former_name_of_shared_bodies_leads_to_the_reference() -> None:
             ImportError, match=r"pagetwin\.reference\.cache\.block_manager"
         ):
             import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "leads_to"),
+    [
+        ("harness", "api"),
+        ("harness.support", "base"),
+        ("harness.runner", "api"),
+        ("harness.expect", "checks"),
+        ("generators.batches", "cases"),
+    ],
+)
+def test_a_former_name_of_the_conformance_suite_leads_to_the_new_one(
+    name: str, leads_to: str
+) -> None:
+    with pytest.raises(ImportError, match=rf"pagetwin\.conformance\.{leads_to}\b"):
+        import_module(f"pagetwin.conformance.{name}")
+    assert import_module(f"pagetwin.conformance.{leads_to}")

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 import version_matrix
-from pagetwin.conformance.harness.candidate import load_candidate
+from pagetwin.conformance.candidates.candidate import load_candidate
 from pagetwin.engine import triton_versions
 from pagetwin.engine.triton_versions import repair_interpreter, why_no_triton
 from pagetwin.optimized.backends.xformers_split_k import FITS

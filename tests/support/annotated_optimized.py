@@ -1,6 +1,6 @@
 """The operations of pagetwin.optimized with their annotations checked."""
 
-from pagetwin.conformance.harness.interpreter import speed_up
+from pagetwin.conformance.running.interpreter import speed_up
 
 from support.annotated import annotated_twin
 

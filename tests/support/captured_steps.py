@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from pagetwin.conformance.generators.batches import NAN, BatchPlan, BatchTensors
-from pagetwin.conformance.oracles.dense import judge_attention
+from pagetwin.conformance.cases.batches import NAN, BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention
 from pagetwin.contract.graph_classes import GraphInputBuffers
 from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
 from torch import Tensor

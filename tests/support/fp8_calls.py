@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.oracles.dense import judge_lse
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.checks.dense import judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.runtime.attention_call import AttentionCall

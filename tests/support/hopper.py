@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.gluon_interpreter.kernels import CHANGED, InterpretedLaunches
 from pagetwin.optimized.dispatch import cascade, dispatch

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter.programs import Program
 
 from support.hopper import (

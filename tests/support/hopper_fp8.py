@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors, to_strided
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, to_strided
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.gluon_interpreter.kernels import InterpretedLaunches as Interpreted
 from pagetwin.optimized.kernels.portable.host import launches

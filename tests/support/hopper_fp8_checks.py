@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
 
 from support.fp8_calls import to_call

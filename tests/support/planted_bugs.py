@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from mutants.graft import graft
 from mutants.mutant import Mutant
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.screening import screen
-from pagetwin.conformance.harness.trial import find_law, make_setting
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.running.screening import screen
+from pagetwin.conformance.running.trial import find_law, make_setting
 
 
 class Hunt(NamedTuple):

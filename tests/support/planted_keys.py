@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from pagetwin.conformance.generators.batches import BatchTensors
+from pagetwin.conformance.cases.batches import BatchTensors
 from torch import Tensor
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagetwin.conformance.harness.candidate import load_candidate
-from pagetwin.conformance.harness.interpreter import speed_up
-from pagetwin.conformance.harness.law import Setting
-from pagetwin.conformance.harness.trial import make_setting
+from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.running.interpreter import speed_up
+from pagetwin.conformance.running.trial import make_setting
 from pagetwin.engine.rank_group import GRACE_S, RankError, RankGroup
 from torch import distributed as dist
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan, BatchTensors
-from pagetwin.conformance.generators.batches import build as build_alike
-from pagetwin.conformance.oracles.dense import judge_attention, judge_lse
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
+from pagetwin.conformance.cases.batches import build as build_alike
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.common.plan import Sm90Plan
 from pagetwin.optimized.kernels.sm90.prefill import family

@@ -4,19 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from pagetwin.conformance.harness.endings import ENDINGS, Endings
-from pagetwin.conformance.harness.law import Law
-from pagetwin.conformance.harness.report import (
+from pagetwin.conformance.api.check import report_so_far
+from pagetwin.conformance.base.results import (
     AROUND,
     SEVERITIES,
-    Report,
     Result,
     Status,
     severity_of,
     size_of_input,
     unfinished,
 )
-from pagetwin.conformance.harness.time_limits import TimeLimits, report_so_far
+from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.limits import ENDINGS, Endings, TimeLimits
 
 
 def result(status: Status = Status.BROKEN, law: str = "a law", **given: Any) -> Result:

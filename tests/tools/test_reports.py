@@ -11,23 +11,24 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.axes import Axes
-from pagetwin.conformance.generators.option_pairs import PLAIN
-from pagetwin.conformance.generators.options import Call
-from pagetwin.conformance.generators.signatures import (
+from pagetwin.conformance.base.results import SEVERITIES, Result, Status
+from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
+from pagetwin.conformance.cases.option_pairs import PLAIN
+from pagetwin.conformance.cases.options import Call
+from pagetwin.conformance.cases.signatures import (
     SMALL,
     VERSION,
     SignedBatch,
     draw_signature,
 )
-from pagetwin.conformance.harness.candidate import Candidate, Support, load_candidate
-from pagetwin.conformance.harness.pictures import Failure, picture_of
-from pagetwin.conformance.harness.report import SEVERITIES, Report, Result, Status
-from pagetwin.conformance.harness.trial import find_law, make_setting, try_case
+from pagetwin.conformance.checks.pictures import Failure, picture_of
+from pagetwin.conformance.reports.page import draw_blocks, draw_tile, render_page
+from pagetwin.conformance.reports.report import Report
+from pagetwin.conformance.running.trial import find_law, make_setting, try_case
 from pagetwin.tools.replay.figures import summarize
 from pagetwin.tools.replay.pictures import draw_occupancy
 from pagetwin.tools.replay.report import render_report
 from pagetwin.tools.replay.run import Replay
-from pagetwin.tools.report_page import draw_blocks, draw_tile, render_page
 from small_replays import small
 
 PAGED = "paged attention is right for every batch of a signature"

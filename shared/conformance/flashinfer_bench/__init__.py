@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..harness.file_formats import FileFormat
+from ..candidates.file_formats import FileFormat
 from .solutions import read_solution
 
 

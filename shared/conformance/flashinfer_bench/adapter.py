@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..harness.canaries import unchanged
-from ..harness.expect import Disagreement
-from ..harness.passed_tensors import PassedTensors
-from ..harness.support import Support
+from ..base.support import Support
+from ..candidates.guard.passed_tensors import PassedTensors
+from ..checks.canaries import unchanged
+from ..checks.expect import Disagreement
 from .appends import append_in_parts
 from .calls import (
     draw_columns,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..harness.expect import Disagreement
-from ..harness.interference import GUARD, expect_no_threads
+from ..candidates.guard.interference import GUARD, expect_no_threads
+from ..checks.expect import Disagreement
 from .adapter import SolutionCall
 from .definitions import Definition
 from .timed_results import Outputs, doubled, expect_within_budgets

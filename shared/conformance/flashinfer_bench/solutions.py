@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..harness.first_imports import first_imports, is_found
+from ..candidates.first_imports import first_imports, is_found
 from .definitions import Definition, find_definition
 from .families import FAMILIES
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...contract.budgets import LARGEST_SCORE_ERROR, SCORE_EPS, SMALLEST_TILE
-from ..harness.expect import Disagreement, budgets, expect_budget
+from ..checks.expect import Disagreement, budgets, expect_budget
 from .definitions import Definition
 
 Outputs = tuple[Tensor, Tensor]

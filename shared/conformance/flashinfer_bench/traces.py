@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from ..harness.report import Report, Result, Status
-from ..harness.worker import SECONDS_OF_A_LAW, Job, Worker
+from ..base.results import Result, Status
+from ..reports.report import Report
+from ..running.worker import SECONDS_OF_A_LAW, Job, Worker
 from .adapter import DTYPE_OF, SHAPE_OF
 from .export import trace_of
 from .measuring import time_reference, with_baseline

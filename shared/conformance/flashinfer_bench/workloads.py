@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generators.batches import BatchPlan, build
-from ..generators.caches import CacheSizes
-from ..generators.latent_batches import LatentPlan, build_latents
+from ..cases.batches import BatchPlan, build
+from ..cases.caches import CacheSizes
+from ..cases.latent_batches import LatentPlan, build_latents
 from ..laws.cache_write import CacheWrite
 from ..laws.merging import Parts
 from .appends import append_inputs

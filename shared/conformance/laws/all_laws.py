@@ -1,13 +1,19 @@
-"""All laws: every file of this folder is imported, in the order of its name."""
+"""All laws: every file of this folder and of `v0` is imported, in the order of its name."""
 
 import importlib
 import pkgutil
 
 from .. import laws
-from ..harness.law import LAWS
+from . import v0
+from .law import LAWS
 
-for _file in sorted(each.name for each in pkgutil.iter_modules(laws.__path__)):
-    if _file != "all_laws":
-        importlib.import_module(f"{laws.__name__}.{_file}")
+_FILES = [
+    (each.name, package.__name__)
+    for package in (laws, v0)
+    for each in pkgutil.iter_modules(package.__path__)
+    if not each.ispkg and each.name != "all_laws"
+]
+for _file, _package in sorted(_FILES):
+    importlib.import_module(f"{_package}.{_file}")
 
 ALL_LAWS = tuple(LAWS)

@@ -14,23 +14,21 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import (
-    CORNERS,
-    DTYPES,
-    LAYOUTS,
-    NAN,
-    NEEDLES,
-    BatchPlan,
-    plans,
+from ..candidates.calls.calling import (
+    expect_right,
+    expect_same_results,
+    run_call,
+    value_size_of,
 )
-from ..generators.choice_calls import build_call
-from ..generators.option_pairs import Choice, design, drawn_choice
-from ..generators.options import paged_call, ragged_call
-from ..generators.reuse import compiled
-from ..harness.calling import expect_right, expect_same_results, run_call, value_size_of
-from ..harness.canaries import kept
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import CORNERS, DTYPES, LAYOUTS, NAN, NEEDLES, BatchPlan, plans
+from ..cases.choice_calls import build_call
+from ..cases.option_pairs import Choice, design, drawn_choice
+from ..cases.options import paged_call, ragged_call
+from ..cases.reuse import compiled
+from ..checks.canaries import kept
+from ..checks.expect import expect_same
+from .law import law
 
 Drawn = tuple[Choice, int]
 """The chosen options, and the seed of the batch."""

@@ -11,19 +11,14 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
-from ..generators.batches import NAN, BatchPlan
-from ..generators.options import (
-    Call,
-    bias_table,
-    paged_call,
-    quantised_call,
-    ragged_call,
-)
-from ..harness.calling import declared, expect_right, run_call
-from ..harness.canaries import checked_values, copy_of, expect_memory
-from ..harness.expect import Disagreement, expect_rejection
-from ..harness.fitting import fit_case
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import declared, expect_right, run_call
+from ..candidates.fitting import fit_case
+from ..candidates.setting import Setting
+from ..cases.batches import NAN, BatchPlan
+from ..cases.options import Call, bias_table, paged_call, quantised_call, ragged_call
+from ..checks.canaries import checked_values, copy_of, expect_memory
+from ..checks.expect import Disagreement, expect_rejection
+from .law import law
 
 Changes = dict[str, Any]
 Change = Callable[[Call], Changes]

@@ -19,21 +19,20 @@ from ...contract.attention_options import AttentionOptions
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.specs import CrossAttentionSpec, KVCacheSpec
 from ...engine.backend_interface import AttentionBackend, AttentionMetadataBuilder
-from ..generators.batches import LAYOUTS, NAN, empty_cache
-from ..generators.steps import (
+from ..candidates.candidate import OutsideSupport
+from ..candidates.setting import Setting
+from ..cases.batches import LAYOUTS, NAN, empty_cache
+from ..cases.steps import (
     Requests,
     bare_step,
     counts,
     draw_requests,
-    expect_field,
-    expect_unchanged,
-    remember,
     table_of,
     whole_step,
 )
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import expect_budget, expect_same
-from ..harness.law import Setting, law
+from ..checks.expect import expect_budget, expect_same
+from ..checks.metadata import expect_field, expect_unchanged, remember
+from .law import law
 
 PROFILES = (
     (8, torch.float32, (1, 3, 4, 16)),

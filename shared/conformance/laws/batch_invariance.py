@@ -14,18 +14,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ..generators.batches import DTYPES, LAYOUTS, BatchPlan
-from ..generators.choice_calls import build_call
-from ..generators.options import Call, paged_call, slopes
-from ..generators.rearranging import moved_pages, of_parts, only, rows_of
-from ..generators.reuse import compiled
-from ..harness.calling import Result, expect_right, run_call
-from ..harness.candidate import BATCH_INVARIANT
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
-from ..harness.support import Support, nearest_length
+from ..base.support import Support, nearest_length
+from ..candidates.calls.calling import Result, expect_right, run_call
+from ..candidates.candidate import BATCH_INVARIANT
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, LAYOUTS, BatchPlan
+from ..cases.choice_calls import build_call
+from ..cases.options import Call, paged_call, slopes
+from ..cases.rearranging import moved_pages, of_parts, only, rows_of
+from ..cases.reuse import compiled
+from ..checks.expect import expect_same
 from .attention import Drawn, drawn_calls
 from .invariance import WHOLE
+from .law import law
 
 Part = tuple[int, int, int]
 """A request, and the first and end index of some of its new tokens."""

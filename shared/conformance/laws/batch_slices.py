@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.metadata_classes import CommonAttentionMetadata, UBatchSlice
-from ..generators.steps import (
+from ..candidates.setting import Setting
+from ..cases.steps import (
     CROWD,
     LONG,
     LONGEST_ENCODER,
@@ -28,18 +29,20 @@ from ..generators.steps import (
     counts,
     draw_requests,
     encoder_slots,
-    expect_fields,
-    expect_numbers,
-    expect_unchanged,
     flags_of,
     logits_of,
-    remember,
-    seen_by,
     several,
     whole_step,
 )
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from ..checks.metadata import (
+    expect_fields,
+    expect_numbers,
+    expect_unchanged,
+    remember,
+    seen_by,
+)
+from .law import law
 
 WHOLE_REQUESTS_ONLY = ("tree_mask", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu")
 """Fields that are set only if no request of the step is cut."""

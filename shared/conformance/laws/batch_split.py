@@ -9,9 +9,10 @@ from random import Random
 import torch
 from hypothesis import strategies as st
 
-from ..generators.steps import Requests, Runs, bare_step, counts, several
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.steps import Requests, Runs, bare_step, counts, several
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ...contract.block_classes import OutOfBlocks
-from ..generators.block_histories import (
+from ..candidates.setting import Setting
+from ..cases.block_histories import (
     DIRECTED_HISTORIES,
     EXTRA_KEYS,
     BlockAction,
     BlockHistory,
     block_histories,
 )
-from ..generators.block_model import Moment, content_of, play
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..cases.block_model import Moment, content_of, play
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from .law import law
 
 HISTORIES = st.one_of(st.just(DIRECTED_HISTORIES), st.tuples(block_histories()))
 """All directed cases at once, or one drawn case."""

@@ -14,9 +14,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.steps import Runs
-from ..generators.table_rows import Life, TableRows, lives, make_move, row_sets
-from ..harness.canaries import (
+from ..candidates.setting import Setting
+from ..cases.steps import Runs
+from ..cases.table_rows import Life, TableRows, lives, make_move, row_sets
+from ..checks.canaries import (
     copy_of,
     expect_memory,
     expect_own_memory,
@@ -24,8 +25,8 @@ from ..harness.canaries import (
     kept,
     packed,
 )
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..checks.expect import expect_rejection, expect_same
+from .law import law
 
 
 @st.composite

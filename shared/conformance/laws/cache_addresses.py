@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..generators.caches import any_bytes
-from ..harness.canaries import (
-    packed,
-)
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.caches import any_bytes
+from ..checks.canaries import packed
+from ..checks.expect import expect_same
+from .law import law
 
 AXES = ("half", "block", "slot", "head", "element")
 FAR_AXES = AXES[:4]

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generators.batches import NAN
-from ..generators.caches import any_bytes
-from ..harness.canaries import (
-    expect_rejection_without_writes,
-)
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import NAN
+from ..cases.caches import any_bytes
+from ..checks.canaries import expect_rejection_without_writes
+from .law import law
 
 
 def invalid_write(**changes: Any) -> Callable[[Any, Tensor], Any]:

@@ -19,8 +19,9 @@ from ...contract.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from ..generators.batches import LAYOUTS, empty_cache
-from ..generators.cache_memory import (
+from ..candidates.setting import Setting
+from ..cases.batches import LAYOUTS, empty_cache
+from ..checks.cache_memory import (
     DTYPES,
     PAGE,
     SPEC,
@@ -29,9 +30,9 @@ from ..generators.cache_memory import (
     numbered_bytes,
     some_bytes,
 )
-from ..harness.canaries import kept, packed
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..checks.canaries import kept, packed
+from ..checks.expect import expect_rejection, expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,11 @@ from ..generators.caches import (
     nearest_codes,
     scale_column,
 )
-from ..generators.forms import FORMS, laid_out, nearest_form
-from ..generators.reuse import compiled
-from ..harness.canaries import (
-    copy_of,
-    expect_memory,
-    kept,
-    packed,
-)
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
-from ..harness.support import Support
+from ..cases.forms import FORMS, laid_out, nearest_form
+from ..cases.reuse import compiled
+from ..checks.canaries import copy_of, expect_memory, kept, packed
+from ..checks.expect import expect_same
+from .law import law
 
 PADDING = (-1, -1, -7, -(2**31), -(2**40))
 

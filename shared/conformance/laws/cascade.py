@@ -13,15 +13,21 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import DTYPES, LAYOUTS, NAN, BatchPlan
-from ..generators.options import Call, paged_call, quantised_call, slopes, tree_of
-from ..generators.rearranging import as_views
-from ..generators.reuse import compiled
-from ..generators.steps import several
-from ..harness.calling import Result, expect_right, expect_same_results, run_call
-from ..harness.canaries import checked_values, kept
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import (
+    Result,
+    expect_right,
+    expect_same_results,
+    run_call,
+)
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, LAYOUTS, NAN, BatchPlan
+from ..cases.options import Call, paged_call, quantised_call, slopes, tree_of
+from ..cases.rearranging import as_views
+from ..cases.reuse import compiled
+from ..cases.steps import several
+from ..checks.canaries import checked_values, kept
+from ..checks.expect import expect_rejection, expect_same
+from .law import law
 
 KINDS = ("plain", "cap", "sinks", "not causal", "flags", "tree", "fp8", "values")
 

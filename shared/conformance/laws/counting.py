@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.layer_parameters import PerLayerParameters
-from ..generators.steps import Requests, Runs, counts, packed, padded, several
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.steps import Requests, Runs, counts, padded, several
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from ..checks.metadata import packed
+from .law import law
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ The rows are short and nearly equal, so that the expected tensors are made witho
 import torch
 from torch import Tensor
 
-from ..harness.canaries import packed
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..checks.canaries import packed
+from ..checks.expect import expect_same
+from .law import law
 
 ROWS = 65_600
 """More rows than 16 bits count."""

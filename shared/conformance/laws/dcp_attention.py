@@ -14,7 +14,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import (
+from ..candidates.calls.calling import (
+    Result,
+    expect_right,
+    expect_same_results,
+    run_call,
+)
+from ..candidates.setting import Setting
+from ..cases.batches import (
     DTYPES,
     LAYOUTS,
     NAN,
@@ -23,23 +30,17 @@ from ..generators.batches import (
     empty_cache,
     table_of_rows,
 )
-from ..generators.options import Call, paged_call, quantised_call, slopes
-from ..generators.reuse import compiled
-from ..harness.calling import Result, expect_right, expect_same_results, run_call
-from ..harness.canaries import checked_values, kept
-from ..harness.expect import (
-    Disagreement,
-    budgets,
-    expect_budget,
-    expect_rejection,
-)
-from ..harness.law import Setting, law
+from ..cases.options import Call, paged_call, quantised_call, slopes
+from ..cases.reuse import compiled
+from ..checks.canaries import checked_values, kept
+from ..checks.expect import Disagreement, budgets, expect_budget, expect_rejection
 from ..oracles.brute_force import (
     Answer,
     OracleRequest,
     attend_by_hand,
     judge_log_sum_exp,
 )
+from .law import law
 
 KINDS = ("plain", "plain", "cap", "sinks", "values", "fp8", "fp8")
 

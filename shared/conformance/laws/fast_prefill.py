@@ -21,27 +21,30 @@ from ...engine.backend_interface import (
     AttentionMetadataBuilder,
     metadata_fields,
 )
-from ..generators.batches import heads_of
-from ..generators.steps import (
+from ..candidates.setting import Setting
+from ..cases.batches import heads_of
+from ..cases.steps import (
     LONG,
     MANY,
     PROMPT,
     Requests,
     Runs,
     counts,
+    logits_of,
+    requests,
+    several,
+    whole_step,
+)
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from ..checks.metadata import (
     expect_fields,
     expect_numbers,
     expect_unchanged,
-    logits_of,
     remember,
-    requests,
     seen_by,
-    several,
     values_of,
-    whole_step,
 )
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from .law import law
 
 
 def wanted_step(step: Requests, setting: Setting) -> CommonAttentionMetadata:

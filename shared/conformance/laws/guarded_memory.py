@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generators.batches import BatchPlan
-from ..generators.latent_batches import LatentPlan, build_latents
-from ..generators.options import (
+from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.candidate import OutsideSupport
+from ..candidates.guard.guard_pages import guarded, guarded_rows
+from ..candidates.setting import Setting
+from ..cases.batches import BatchPlan
+from ..cases.latent_batches import LatentPlan, build_latents
+from ..cases.options import (
     Call,
     paged_call,
     quantised_call,
@@ -21,13 +25,10 @@ from ..generators.options import (
     slopes,
     tree_of,
 )
-from ..harness.calling import expect_right, run_call
-from ..harness.canaries import packed
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import expect_same
-from ..harness.guard_pages import guarded, guarded_rows
-from ..harness.law import Setting, law
+from ..checks.canaries import packed
+from ..checks.expect import expect_same
 from .latents import WAYS, arguments_of, expect_latents, run_latents
+from .law import law
 from .slots import SlotStep, tensors_of
 
 

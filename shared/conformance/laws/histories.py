@@ -9,10 +9,11 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from ..generators.batches import LAYOUTS
-from ..generators.machine import KINDS, CacheAction, CacheHistory, Machine
-from ..generators.reuse import compiled
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import LAYOUTS
+from ..cases.reuse import compiled
+from .law import law
+from .machine import KINDS, CacheAction, CacheHistory, Machine
 
 OFTEN = (*KINDS, "start", "step", "append", "append")
 

@@ -2,8 +2,8 @@
 
 An engine and its user set modes: a default device while a model is built, autocast, a precision of
 matrix products, inference mode. A law of every operation runs once as usual, and again under all
-modes of `harness/circumstances.py`. It runs a third time with other calls before each call. Each
-call gives the same bits each time, at other addresses.
+modes of `candidates/calls/circumstances.py`. It runs a third time with other calls before each
+call. Each call gives the same bits each time, at other addresses.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from ...contract.operations import CONCEPTS
-from ..harness.candidate import OutsideSupport
-from ..harness.circumstances import MODES
-from ..harness.expect import Disagreement
-from ..harness.fitting import fit_case
-from ..harness.law import LAWS, Law, Setting, law
-from ..harness.recorded_calls import Records
+from ..candidates.calls.circumstances import MODES
+from ..candidates.calls.recorded_calls import Records
+from ..candidates.candidate import OutsideSupport
+from ..candidates.fitting import fit_case
+from ..candidates.setting import Setting
+from ..checks.expect import Disagreement
+from .law import LAWS, Law, law
 
 LAWS_PER_OPERATION = 1
 FEW = 2

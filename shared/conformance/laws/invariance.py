@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
-from ..generators.batches import NAN, BatchPlan
-from ..generators.choice_calls import build_call
-from ..generators.options import Call, bias_table, paged_call, quantised_call, slopes
-from ..generators.rearranging import (
+from ..candidates.calls.calling import expect_right, expect_same_results, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import NAN, BatchPlan
+from ..cases.choice_calls import build_call
+from ..cases.options import Call, bias_table, paged_call, quantised_call, slopes
+from ..cases.rearranging import (
     as_views,
     moved_pages,
     of_parts,
@@ -28,12 +30,11 @@ from ..generators.rearranging import (
     rows_of_answer,
     with_other_requests,
 )
-from ..harness.calling import expect_right, expect_same_results, run_call
-from ..harness.canaries import checked_values
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..checks.canaries import checked_values
+from ..checks.expect import expect_same
 from ..oracles.brute_force import Answer
 from .attention import Designed, Drawn, drawn_calls
+from .law import law
 
 POISONS = (0.0, float("inf"), 1e4, -3e38)
 

@@ -14,12 +14,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import DTYPES, LAYOUTS, NEEDLES, BatchPlan
-from ..generators.options import paged_call, quantised_call, ragged_call, slopes
-from ..generators.rearranging import only
-from ..generators.reuse import compiled
-from ..harness.calling import expect_right, expect_same_results, run_call
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import expect_right, expect_same_results, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, LAYOUTS, NEEDLES, BatchPlan
+from ..cases.options import paged_call, quantised_call, ragged_call, slopes
+from ..cases.rearranging import only
+from ..cases.reuse import compiled
+from .law import law
 
 EVEN = (1, 16, 64, 96, 128, 640)
 """Numbers of keys in batches whose requests have equal lengths."""

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generators.batches import NAN, BatchPlan
-from ..generators.caches import any_bytes
-from ..generators.options import Call, paged_call
-from ..generators.steps import Requests, counts
-from ..harness.calling import expect_right, run_call
-from ..harness.canaries import packed
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import NAN, BatchPlan
+from ..cases.caches import any_bytes
+from ..cases.options import Call, paged_call
+from ..cases.steps import Requests, counts
+from ..checks.canaries import packed
+from ..checks.expect import expect_same
+from .law import law
 from .slots import SlotStep, tensors_of
 
 BLOCKS = 65_900

@@ -24,13 +24,13 @@ from ..generators.latent_batches import (
     build_latents,
     empty_latent_cache,
 )
-from ..generators.reuse import compiled
-from ..harness.canaries import checked_values, copy_of, expect_memory, kept, packed
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..cases.reuse import compiled
+from ..checks.canaries import checked_values, copy_of, expect_memory, kept, packed
+from ..checks.expect import expect_rejection, expect_same
 from ..oracles.brute_force import quantise_by_hand
 from .invariance import FAR
 from .latents import WAYS, arguments_of, expect_latents, run_latents
+from .law import law
 
 
 @dataclass(frozen=True)

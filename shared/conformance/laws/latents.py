@@ -14,21 +14,22 @@ from torch import Tensor
 
 from ...contract.attention_options import pack_options
 from ...contract.budgets import judge_rows
-from ..generators.batches import DTYPES, NAN, NEEDLES
-from ..generators.latent_batches import (
+from ..candidates.calls.calling import Result, expect_same_results
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, NAN, NEEDLES
+from ..cases.latent_batches import (
     LAYOUTS,
     LatentBatch,
     LatentPlan,
     build_latents,
     latent_plans,
 )
-from ..generators.options import starts_of
-from ..generators.rearranging import rows_of_answer
-from ..harness.calling import Result, expect_same_results
-from ..harness.canaries import checked_values, kept
-from ..harness.expect import Disagreement, budgets, expect_budget, expect_same
-from ..harness.law import Setting, law
+from ..cases.options import starts_of
+from ..cases.rearranging import rows_of_answer
+from ..checks.canaries import checked_values, kept
+from ..checks.expect import Disagreement, budgets, expect_budget, expect_same
 from ..oracles.brute_force import Answer
+from .law import law
 
 WAYS = ("latent_decode_attention", "latent_prefill_attention")
 

@@ -19,19 +19,20 @@ from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
 from ...validation.options import OPTIONS
-from ..generators.batches import LAYOUTS, NAN, empty_cache
-from ..generators.choice_calls import build_call
-from ..generators.option_pairs import PLAIN, draw_choice
-from ..generators.options import Call, starts_of, stored_as
-from ..generators.rearranging import only
-from ..generators.steps import counts
-from ..harness.calling import expect_right
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import expect_right
+from ..candidates.candidate import OutsideSupport
+from ..candidates.setting import Setting
+from ..cases.batches import LAYOUTS, NAN, empty_cache
+from ..cases.choice_calls import build_call
+from ..cases.option_pairs import PLAIN, draw_choice
+from ..cases.options import Call, starts_of, stored_as
+from ..cases.rearranging import only
+from ..cases.steps import counts
+from ..checks.expect import expect_same
 from ..oracles.brute_force import column
 from .attention import Drawn
 from .backends import make_builder, that_take
+from .law import law
 
 OF_LAYERS = (
     "sliding_window",

@@ -12,29 +12,31 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..generators.steps import (
+from ..candidates.setting import Setting
+from ..cases.steps import (
     LONG,
     MANY,
     PROMPT,
     Requests,
-    Runs,  # noqa: F401 (a failing case is evaluated here)
     bare_step,
     counts,
     draw_requests,
+    flags_of,
+    several,
+    table_of,
+    whole_step,
+)
+from ..checks.expect import expect_rejection, expect_same
+from ..checks.metadata import (
     expect_fields,
     expect_numbers,
     expect_rows,
     expect_unchanged,
-    flags_of,
     remember,
     seen_by,
-    several,
-    table_of,
     values_of,
-    whole_step,
 )
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from .law import law
 
 REJECTED_BESIDE = ("mm_req_doc_ranges", "tree_mask")
 LEFT_OUT = (

@@ -6,8 +6,9 @@ earlier, and so do integers of 16 bits. The ids of a row are not in order, and t
 
 import torch
 
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..checks.expect import expect_same
+from .law import law
 
 LENGTHS = [65, 1025, 8193, 33000]
 """Blocks of a row: past a shortcut for short rows, 10 bits, a long context, and 15 bits."""

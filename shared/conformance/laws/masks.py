@@ -13,20 +13,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import DTYPES, BatchPlan
-from ..generators.options import (
-    Call,
-    bias_table,
-    paged_call,
-    ragged_call,
-    slopes,
-    tree_of,
-)
-from ..generators.rearranging import given_away
-from ..generators.reuse import compiled
-from ..harness.calling import expect_right, expect_same_results, run_call
-from ..harness.law import Setting, law
-from ..harness.support import Support, nearest_length
+from ..base.support import Support, nearest_length
+from ..candidates.calls.calling import expect_right, expect_same_results, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, BatchPlan
+from ..cases.options import Call, bias_table, paged_call, ragged_call, slopes, tree_of
+from ..cases.rearranging import given_away
+from ..cases.reuse import compiled
+from .law import law
 
 KINDS = (
     "causal",

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.budgets import ROUNDINGS_INSIDE, SCORE_EPS, moved_by_scores
-from ..generators.batches import DTYPES, NAN
-from ..generators.reuse import compiled
-from ..harness.canaries import expect_own_memory, kept
-from ..harness.expect import Disagreement, expect_budget, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, NAN
+from ..cases.reuse import compiled
+from ..checks.canaries import expect_own_memory, kept
+from ..checks.expect import Disagreement, expect_budget, expect_rejection, expect_same
 from .invariance import far_apart
+from .law import law
 
 INF = math.inf
 VIEWS = ("packed", "heads first", "padded", "every other element")

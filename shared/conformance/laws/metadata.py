@@ -16,28 +16,30 @@ from torch import Tensor
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.operations import CONCEPTS
 from ...engine.backend_interface import AttentionMetadataBuilder
-from ..generators.batches import GARBAGE
-from ..generators.steps import (
+from ..candidates.candidate import OutsideSupport
+from ..candidates.setting import Setting
+from ..cases.batches import GARBAGE
+from ..cases.steps import (
     CROWD,
     LONG,
     MANY,
     PROMPT,
     Requests,
-    Runs,  # noqa: F401 (a failing case is evaluated here)
     counts,
     draw_requests,
+    requests,
+    several,
+    table_of,
+)
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from ..checks.metadata import (
     expect_fields,
     expect_numbers,
     expect_rows,
-    requests,
     seen_by,
-    several,
-    table_of,
     values_of,
 )
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from .law import law
 
 
 def build(setting: Setting, step: Requests) -> CommonAttentionMetadata:

@@ -19,7 +19,8 @@ from ...contract.specs import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from ..generators.cache_memory import (
+from ..candidates.setting import Setting
+from ..checks.cache_memory import (
     DTYPES,
     PAGE,
     SPEC,
@@ -28,10 +29,10 @@ from ..generators.cache_memory import (
     numbered_bytes,
     some_bytes,
 )
-from ..harness.canaries import memory_of
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..checks.canaries import memory_of
+from ..checks.expect import Disagreement, expect_rejection, expect_same
 from .cache_views import SPECS
+from .law import law
 
 
 class SlotsFirst:

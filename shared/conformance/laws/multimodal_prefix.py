@@ -13,7 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 from ...contract.multimodal_features import MultiModalFeature
-from ..generators.steps import (
+from ..candidates.setting import Setting
+from ..cases.steps import (
     CROWD,
     LONG,
     MANY,
@@ -23,8 +24,8 @@ from ..generators.steps import (
     draw_requests,
     several,
 )
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..checks.expect import expect_rejection, expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

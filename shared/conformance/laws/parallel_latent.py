@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ...contract.parallel import KeySplits
 from ...engine.rank_group import RankGroup
-from ..generators.batches import NAN
-from ..generators.options import Call
-from ..harness.calling import expect_right
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
-from ..harness.ranks import run_ranks
+from ..candidates.calls.calling import expect_right
+from ..candidates.calls.ranks import run_ranks
+from ..candidates.setting import Setting
+from ..cases.batches import NAN
+from ..cases.options import Call
+from ..checks.expect import expect_same
 from .dcp_attention import Dealt
+from .law import law
 from .parallel_step import Shared, new_tokens, prepare, whole_call, without_new_tokens
 
 VALUE_SIZE = 8

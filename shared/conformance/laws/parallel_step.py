@@ -1,8 +1,8 @@
 """Laws of the parallel attention step: several ranks share each sequence and exchange results.
 
-All ranks run in this process, in an order that is drawn (`harness/ranks.py`). The caches of the
-ranks are made position by position, as in the laws of `dcp_attention`. The new tokens are not in
-them, so each rank has to write its own ones. Slots that a rank does not use hold NaN.
+All ranks run in this process, in an order that is drawn (`candidates/calls/ranks.py`). The caches
+of the ranks are made position by position, as in the laws of `dcp_attention`. The new tokens are
+not in them, so each rank has to write its own ones. Slots that a rank does not use hold NaN.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,15 @@ from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.parallel import KeySplits, RankBatch
 from ...engine.rank_group import RankGroup
-from ..generators.batches import DTYPES, LAYOUTS, NAN
-from ..generators.options import Call
-from ..harness.calling import expect_right
-from ..harness.canaries import checked_values, kept
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
-from ..harness.ranks import run_ranks
+from ..candidates.calls.calling import expect_right
+from ..candidates.calls.ranks import run_ranks
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, LAYOUTS, NAN
+from ..cases.options import Call
+from ..checks.canaries import checked_values, kept
+from ..checks.expect import Disagreement, expect_rejection, expect_same
 from .dcp_attention import Dealt
+from .law import law
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Laws of prefill context parallelism: ranks compute chunks of each prompt.
 
-All ranks run in this process, in an order that is drawn (`harness/ranks.py`). A rank gets the
-tokens that it lists itself, and the law checks that every token is listed once.
+All ranks run in this process, in an order that is drawn (`candidates/calls/ranks.py`). A rank gets
+the tokens that it lists itself, and the law checks that every token is listed once.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...engine.rank_group import RankGroup
-from ..generators.batches import DTYPES, NAN, BatchPlan
-from ..generators.options import Call, paged_call, slopes
-from ..harness.calling import expect_right
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
-from ..harness.ranks import run_ranks
+from ..candidates.calls.calling import expect_right
+from ..candidates.calls.ranks import run_ranks
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, NAN, BatchPlan
+from ..cases.options import Call, paged_call, slopes
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

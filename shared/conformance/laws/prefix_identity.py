@@ -5,8 +5,9 @@ and then a request reads the keys of another one. The cases are pairs of blocks 
 hashes confuse: sums, polynomials, joined digits, and hashes of a few bits.
 """
 
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..checks.expect import expect_same
+from .law import law
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 

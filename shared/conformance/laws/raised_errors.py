@@ -1,7 +1,7 @@
 """Laws of calls that raise: nothing has changed, in tensors or in objects.
 
 The valid calls are those of the laws about an operation. Each is made with one wrong argument after
-the other first. `harness/wrong_calls.py` says which wrong calls must raise.
+the other first. `candidates/calls/wrong_calls.py` says which wrong calls must raise.
 """
 
 import inspect
@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import torch
 
 from ...contract.argument_kinds import kind_of
-from ..harness.canaries import checked_values
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import Disagreement
-from ..harness.fitting import fit_case
-from ..harness.law import Law, Setting, law
-from ..harness.wrong_calls import WrongCalls
+from ..candidates.calls.wrong_calls import WrongCalls
+from ..candidates.candidate import OutsideSupport
+from ..candidates.fitting import fit_case
+from ..candidates.setting import Setting
+from ..checks.canaries import checked_values
+from ..checks.expect import Disagreement
 from .inputs_alone import OPERATIONS, few_cases, laws_about
+from .law import Law, law
 
 FEW = 2
 """Cases of a law that are tried at most."""

@@ -2,9 +2,10 @@
 
 import torch
 
-from ..harness.calling import expect_right
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import expect_right
+from ..candidates.setting import Setting
 from .dcp_attention import Dealt
+from .law import law
 from .parallel_step import Shared, run_all, whole_call
 
 # the largest score is on the other rank in the second request

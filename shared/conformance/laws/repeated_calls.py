@@ -18,15 +18,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import BatchPlan
-from ..generators.options import Call, paged_call, ragged_call
-from ..harness.calling import Result, declared, expect_right, run_call
-from ..harness.canaries import copy_of
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import Disagreement, expect_same
-from ..harness.fitting import fit_case
-from ..harness.law import Setting, law
-from ..harness.support import Support
+from ..base.support import Support
+from ..candidates.calls.calling import Result, declared, expect_right, run_call
+from ..candidates.candidate import OutsideSupport
+from ..candidates.fitting import fit_case
+from ..candidates.setting import Setting
+from ..cases.batches import BatchPlan
+from ..cases.options import Call, paged_call, ragged_call
+from ..checks.canaries import copy_of
+from ..checks.expect import Disagreement, expect_same
+from .law import law
 
 STEP = 64.0
 """What is added to an element. The largest e4m3 number is 448, and other elements are about 1."""

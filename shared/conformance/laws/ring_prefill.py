@@ -1,8 +1,8 @@
 """Laws of ring prefill: shares of keys pass from rank to rank.
 
-All ranks run in this process, in an order that is drawn (`harness/ranks.py`). A share is exchanged
-at the latest moment, when it is waited for, and holds NaN until then. So a share that is changed
-before it is sent, or read before it has arrived, gives wrong rows.
+All ranks run in this process, in an order that is drawn (`candidates/calls/ranks.py`). A share is
+exchanged at the latest moment, when it is waited for, and holds NaN until then. So a share that is
+changed before it is sent, or read before it has arrived, gives wrong rows.
 """
 
 from dataclasses import replace
@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.parallel import RingShare
 from ...engine.rank_group import RankGroup
-from ..generators.batches import DTYPES
-from ..harness.calling import expect_right
-from ..harness.canaries import checked_values
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
-from ..harness.ranks import run_ranks
+from ..candidates.calls.calling import expect_right
+from ..candidates.calls.ranks import run_ranks
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES
+from ..checks.canaries import checked_values
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from .law import law
 from .parallel_step import bits
 from .prefill_parallel import Prompts, joined_rows
 

@@ -4,13 +4,11 @@ A plain model of the cache holds, for each slot, all tokens of the sequence up t
 stored in it.
 """
 
-from ..generators.block_model import Content, content_of
-from ..generators.traffic import (
-    Arrival,  # noqa: F401 (a failing case is evaluated here)
-    Traffic,
-)
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.block_model import Content, content_of
+from ..cases.traffic import Traffic
+from ..checks.expect import expect_same
+from .law import law
 from .scheduler import TRAFFIC, serve_case
 
 

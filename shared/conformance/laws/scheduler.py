@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ...contract.block_classes import OutOfBlocks
 from ...contract.scheduler_classes import Request, RequestStatus
-from ..generators.traffic import (
+from ..candidates.setting import Setting
+from ..cases.traffic import (
     STOP_TOKEN,
     Arrival,
     ServedStep,
@@ -22,12 +23,8 @@ from ..generators.traffic import (
     serve,
     traffics,
 )
-from ..harness.expect import (
-    Disagreement,
-    expect_rejection,
-    expect_same,
-)
-from ..harness.law import Setting, law
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from .law import law
 
 DIRECTED_TRAFFIC = (
     # two requests outgrow the cache; the second is preempted and admitted again

@@ -7,15 +7,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from ...contract.scheduler_classes import Request, RequestStatus
-from ..generators.traffic import (
-    Arrival,  # noqa: F401 (a failing case is evaluated here)
-    ServedStep,
-    Traffic,
-    make_requests,
-)
-from ..harness.expect import expect_rejection, expect_same, expect_untimely
-from ..harness.law import Setting, law
-from ..harness.state import state_of
+from ..candidates.setting import Setting
+from ..cases.traffic import ServedStep, Traffic, make_requests
+from ..checks.expect import expect_rejection, expect_same, expect_untimely
+from ..checks.state import state_of
+from .law import law
 from .scheduler import TRAFFIC, serve_case
 
 NOT_TOKENS = (None, -1, 2**63, 1.0, True, "5", [5])

@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..generators.batches import BatchPlan
-from ..generators.latent_batches import LatentBatch, LatentPlan, build_latents
-from ..generators.options import Call, paged_call, ragged_call, slopes
-from ..harness.calling import Result, expect_right, run_call
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import Result, expect_right, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import BatchPlan
+from ..cases.latent_batches import LatentBatch, LatentPlan, build_latents
+from ..cases.options import Call, paged_call, ragged_call, slopes
 from .cascade import run_cascade
 from .dcp_attention import Dealt, run_all_ranks
 from .latents import WAYS, expect_latents, run_latents
+from .law import law
 from .parallel_step import Shared, run_all
 from .prefill_parallel import Prompts, joined_rows
 

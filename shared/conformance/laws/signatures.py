@@ -1,19 +1,20 @@
 """Laws of attention on batches that share a signature, as `pagetwin fuzz` draws them.
 
-The result of one batch is judged key by key in float64. `harness/screening.py` tries hundreds of
+The result of one batch is judged key by key in float64. `running/screening.py` tries hundreds of
 batches of a signature with a batched oracle, and comes back to these laws for those it finds wrong.
 """
 
-from ..generators.rank_signatures import signed_rank_batches
-from ..generators.ranks import GATHER, RING, STEP
-from ..generators.ranks import RankLayout as RankLayout  # in what a report shows
-from ..generators.signatures import Signature as Signature  # in what a report shows
-from ..generators.signatures import SignedBatch, signed_batches
-from ..generators.signed_calls import build_signed
-from ..generators.views import Views as Views  # in what a report shows
-from ..harness.calling import expect_right
-from ..harness.law import Setting, law
-from ..harness.rank_calls import run_signed
+from ..candidates.calls.calling import expect_right
+from ..candidates.calls.rank_calls import run_signed
+from ..candidates.setting import Setting
+from ..cases.rank_signatures import signed_rank_batches
+from ..cases.ranks import GATHER, RING, STEP
+from ..cases.ranks import RankLayout as RankLayout  # in what a report shows
+from ..cases.signatures import Signature as Signature  # in what a report shows
+from ..cases.signatures import SignedBatch, signed_batches
+from ..cases.signed_calls import build_signed
+from ..cases.views import Views as Views  # in what a report shows
+from .law import law
 
 
 def expect_right_batch(setting: Setting, batch: SignedBatch) -> None:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.kinds import PAD_SLOT_ID
-from ..generators.batches import GARBAGE, table_of_rows
-from ..generators.steps import Runs
-from ..harness.canaries import checked_values, expect_own_memory, kept, packed
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import GARBAGE, table_of_rows
+from ..cases.steps import Runs
+from ..checks.canaries import checked_values, expect_own_memory, kept, packed
+from ..checks.expect import expect_rejection, expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

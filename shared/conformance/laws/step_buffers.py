@@ -16,18 +16,17 @@ import torch
 from hypothesis import strategies as st
 
 from ...contract.metadata_classes import CommonAttentionMetadata
-from ..generators.steps import (
-    counts,
+from ..candidates.setting import Setting
+from ..cases.steps import counts, padded, several
+from ..checks.expect import Disagreement, expect_rejection, expect_same
+from ..checks.metadata import (
     expect_fields,
     expect_rows,
     expect_unchanged,
-    padded,
     remember,
     seen_by,
-    several,
 )
-from ..harness.expect import Disagreement, expect_rejection, expect_same
-from ..harness.law import Setting, law
+from .law import law
 
 MAX_REQS, MAX_BLOCKS = 5, 6
 

@@ -3,12 +3,13 @@
 import torch
 
 from ...engine.rank_group import RankGroup
-from ..generators.batches import NAN
-from ..harness.calling import expect_right
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
-from ..harness.ranks import run_ranks
+from ..candidates.calls.calling import expect_right
+from ..candidates.calls.ranks import run_ranks
+from ..candidates.setting import Setting
+from ..cases.batches import NAN
+from ..checks.expect import expect_rejection, expect_same
 from .dcp_attention import Dealt
+from .law import law
 from .parallel_step import make_step, prepare, whole_call
 
 HEADS = [(8, 2, 1), (8, 2, 2), (8, 2, 4), (8, 2, 8), (6, 6, 3), (8, 1, 8), (64, 8, 16)]

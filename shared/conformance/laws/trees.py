@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from ..generators.batches import DTYPES, BatchPlan
-from ..generators.options import bias_table, paged_call, slopes, tree_of
-from ..generators.reuse import compiled
-from ..harness.calling import expect_right, run_call
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, BatchPlan
+from ..cases.options import bias_table, paged_call, slopes, tree_of
+from ..cases.reuse import compiled
+from .law import law
 
 
 @dataclass(frozen=True)

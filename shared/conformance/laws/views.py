@@ -12,18 +12,19 @@ from random import Random
 import torch
 from hypothesis import strategies as st
 
-from ..generators.batches import BatchPlan
-from ..generators.choice_calls import build_call
-from ..generators.forms import FORMS, TABLE_FORMS
-from ..generators.option_pairs import Choice, drawn_choice
-from ..generators.options import Call, paged_call, ragged_call
-from ..generators.reuse import compiled
-from ..generators.views import Views, draw_views
-from ..harness.calling import expect_right, run_call
-from ..harness.canaries import copy_of, expect_memory
-from ..harness.candidate import OutsideSupport
-from ..harness.expect import Disagreement
-from ..harness.law import Setting, law
+from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.candidate import OutsideSupport
+from ..candidates.setting import Setting
+from ..cases.batches import BatchPlan
+from ..cases.choice_calls import build_call
+from ..cases.forms import FORMS, TABLE_FORMS
+from ..cases.option_pairs import Choice, drawn_choice
+from ..cases.options import Call, paged_call, ragged_call
+from ..cases.reuse import compiled
+from ..cases.views import Views, draw_views
+from ..checks.canaries import copy_of, expect_memory
+from ..checks.expect import Disagreement
+from .law import law
 
 BATCHES = {"decodes": ((1, 1, 1), (20, 33, 9)), "prompts": ((5, 20), (20, 33))}
 """New tokens and keys of requests."""

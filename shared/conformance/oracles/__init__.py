@@ -1,1 +1,1 @@
-"""Oracles: brute-force attention key by key, and dense attention in float64."""
+"""The oracle: brute-force attention in float64, key by key."""

@@ -22,7 +22,7 @@ from ...contract.budgets import (
     moved_by_scores,
     row_budgets,
 )
-from ..harness.judged_call import expect_no_call
+from ..base.judged_call import expect_no_call
 
 Flip = Callable[[int, int, int], bool]
 """From (request, query, key): whether the mask of that key is inverted."""

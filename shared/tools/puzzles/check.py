@@ -214,10 +214,10 @@ def _check_laws(puzzle: Puzzle, function: Function, file: Path | None) -> Outcom
     """Return the result of the laws of the puzzle's operations."""
     if puzzle.operations is None:
         return Outcome(SOLVED)
-    from ...conformance.harness.candidate import Candidate, Support
-    from ...conformance.harness.fatal import message_of
-    from ...conformance.harness.report import Status
-    from ...conformance.harness.trial import find_law, make_setting, try_law
+    from ...conformance.base.results import Status
+    from ...conformance.candidates.candidate import Candidate, Support
+    from ...conformance.candidates.fatal import message_of
+    from ...conformance.running.trial import find_law, make_setting, try_law
 
     raised: dict[str, Exception] = {}
 

@@ -212,7 +212,8 @@ def replaces_comparator(function: Function) -> Function:
     """Let the comparison of results find no error."""
 
     def call(*args: Any, **given: Any) -> Any:
-        from pagetwin.conformance.harness import calling, screening
+        from pagetwin.conformance.candidates.calls import calling
+        from pagetwin.conformance.running import screening
 
         def is_right(*args: Any, **given: Any) -> None:
             return None
@@ -350,7 +351,7 @@ def raises_outside(function: Function) -> Function:
     """Say that a call is outside of the support, whatever SUPPORT declares."""
 
     def call(*args: Any, **given: Any) -> Any:
-        from pagetwin.conformance.harness.support import OutsideSupport
+        from pagetwin.conformance.base.support import OutsideSupport
 
         raise OutsideSupport("more than one block")
 

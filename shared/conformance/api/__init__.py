@@ -1,0 +1,1 @@
+"""What users call: the check of all laws, fuzzing, the probe, and pytest."""

@@ -1,0 +1,1 @@
+"""Candidates: how an implementation is loaded, and what it declares."""

@@ -1,0 +1,1 @@
+"""Calls of a candidate's operations, and the check of their results."""

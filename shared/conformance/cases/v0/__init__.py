@@ -1,0 +1,1 @@
+"""Cases of the forms of vLLM V0."""

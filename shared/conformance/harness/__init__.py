@@ -1,1 +1,0 @@
-"""Harness that runs the laws: candidate, worker process, shrinking, report."""

@@ -1,0 +1,1 @@
+"""How laws are run: worker processes, trials, time limits, smaller failing cases."""
