@@ -58,8 +58,10 @@ class ReportFiles:
             OSError, ValueError: As `check_outputs`.
             ImportError: The page is requested, and jinja2 is not installed.
         """
-        outputs = ("json", "markdown", "junit", "html", "trace")
-        check_outputs(**{name: getattr(self, name) for name in outputs})
+        names = ("json", "markdown", "junit", "html", "trace")
+        outputs = {name: getattr(self, name) for name in names}
+        if any(outputs.values()):
+            check_outputs(**outputs)
         if self.html is not None:
             require("--html", "jinja2")
 

@@ -156,6 +156,18 @@ def test_a_decode_goes_from_floor_to_floor_to_its_launch() -> None:
     assert len(walked) <= 25, walked
 
 
+def test_a_check_goes_from_floor_to_floor_to_its_first_law() -> None:
+    """49 modules were entered, and calls turned back 29 times."""
+    (walked,) = json_lines(ROOT / "tests/structure/walked_check.py")
+    entered, calls = walked
+    order = [name for names in FLOORS["conformance"] for name in names]
+    order.append("tools")
+    for caller, floor, name in calls:
+        assert order.index(caller) >= order.index(floor), name
+    assert entered[-1][1] == "laws"
+    assert len(entered) <= 20, entered
+
+
 def test_the_allowed_directions_have_no_cycle() -> None:
     reached: set[str] = set()
     while layer := {name for name in ALLOWED if ALLOWED[name] <= reached} - reached:
