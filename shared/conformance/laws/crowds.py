@@ -1,4 +1,4 @@
-"""Laws of more rows than fit 16 bits: block tables, padded rows and starts of many requests.
+"""Laws of more rows than fit 16 bits: block tables and starts of many requests.
 
 The rows are short and nearly equal, so that the expected tensors are made without a loop.
 """
@@ -42,16 +42,6 @@ def blocks_are_appended_to_rows_past_16_bits(setting: Setting, new: list[int]) -
     found = setting.candidate.append_blocks(table, held, blocks)
     expect_same("block table", packed(table), right)
     expect_same("blocks per row", packed(found), torch.full_like(held, 2))
-
-
-@law("make_tensor_with_pad", cases=[300])
-def more_rows_than_fit_16_bits_are_padded(setting: Setting, pad: int) -> None:
-    rows, right = rows_of([9])
-    right[:, 2] = right[-1, 1] = pad
-    found = setting.candidate.make_tensor_with_pad(
-        rows, pad, torch.int32, 3, setting.device
-    )
-    expect_same("the tensor", packed(found), right)
 
 
 @law("BlockTable", cases=[[70_000]])

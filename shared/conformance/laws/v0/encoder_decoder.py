@@ -17,8 +17,10 @@ from ....contract.kinds import AttentionType
 from ....contract.sequence_classes import SequenceAttentionMetadata
 from ...candidates.setting import Setting
 from ...cases.steps import Runs, counts, padded, several
+from ...checks.canaries import packed
 from ...checks.expect import expect_rejection, expect_same
 from ...checks.metadata import expect_unchanged, remember
+from ..crowds import rows_of
 from ..law import law
 
 OF_THE_ENCODER = (
@@ -316,3 +318,13 @@ def rows_are_padded_into_one_tensor(setting: Setting, cases: list[UnevenRows]) -
                 f"max_len = {short}",
                 partial(make, given, rows.pad, rows.dtype, short),
             )
+
+
+@law("make_tensor_with_pad", cases=[300])
+def more_rows_than_fit_16_bits_are_padded(setting: Setting, pad: int) -> None:
+    rows, right = rows_of([9])
+    right[:, 2] = right[-1, 1] = pad
+    found = setting.candidate.make_tensor_with_pad(
+        rows, pad, torch.int32, 3, setting.device
+    )
+    expect_same("the tensor", packed(found), right)
