@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from pagetwin.conformance.generators.batches import BatchPlan
-from pagetwin.conformance.generators.caches import CacheSizes
-from pagetwin.conformance.generators.coded_caches import (
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.caches import CacheSizes
+from pagetwin.conformance.cases.options import paged_call
+from pagetwin.conformance.checks.coded_caches import (
     APART,
     CODED,
     PAGES,
     coded_call,
     make_coded,
 )
-from pagetwin.conformance.generators.options import paged_call
 from pagetwin.contract.cache_formats import CacheFormat
 from pagetwin.contract.operations import load_implementation
 

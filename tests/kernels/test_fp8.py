@@ -21,7 +21,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from pagetwin.conformance.oracles.dense import same_bits
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
 from pagetwin.optimized.kernels.fp8 import (
     LARGEST_QUOTIENT,

@@ -28,10 +28,10 @@ TRY = """
 import json
 
 import torch
-from pagetwin.conformance.generators.caches import CacheSizes
-from pagetwin.conformance.generators.option_pairs import drawn_choice
-from pagetwin.conformance.harness.expect import Disagreement
-from pagetwin.conformance.harness.runner import load_candidate, make_setting
+from pagetwin.conformance.cases.caches import CacheSizes
+from pagetwin.conformance.cases.option_pairs import drawn_choice
+from pagetwin.conformance.checks.expect import Disagreement
+from pagetwin.conformance.api.check import load_candidate, make_setting
 from pagetwin.conformance.laws import cache_formats as laws
 from pagetwin.conformance.laws.cache_write import CacheWrite
 from pagetwin.contract.cache_formats import FORMATS

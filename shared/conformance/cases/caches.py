@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from ...contract.cache_formats import FORMATS
-from ..harness.canaries import (
-    packed,
-)
-from ..harness.support import Support, has_same_caches
+from ..base.support import Support, has_same_caches
 from .batches import LAYOUTS, empty_cache
 from .forms import nearest_layout
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..harness.support import Support, bounds_of, nearest_length
+from ..base.support import Support, bounds_of, nearest_length
 from ..oracles.brute_force import (
     Answer,
     OracleRequest,

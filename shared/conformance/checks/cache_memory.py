@@ -10,12 +10,10 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ...contract.specs import (
-    KVCacheSpec,
-)
-from ..harness.canaries import memory_of, packed
-from ..harness.expect import Disagreement, expect_same
-from .caches import FP8
+from ...contract.specs import KVCacheSpec
+from ..cases.caches import FP8
+from .canaries import memory_of, packed
+from .expect import Disagreement, expect_same
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, *FP8)
 

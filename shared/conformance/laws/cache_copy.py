@@ -7,16 +7,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import LAYOUTS, empty_cache
-from ..generators.caches import DTYPES, FP8, CacheSizes, any_bytes, draw_sizes
-from ..generators.reuse import compiled
-from ..harness.canaries import (
-    copy_of,
-    expect_memory,
-    kept,
-)
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import LAYOUTS, empty_cache
+from ..cases.caches import DTYPES, FP8, CacheSizes, any_bytes, draw_sizes
+from ..cases.reuse import compiled
+from ..checks.canaries import copy_of, expect_memory, kept
+from ..checks.expect import expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

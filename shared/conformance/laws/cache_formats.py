@@ -14,21 +14,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ...contract.cache_formats import CacheFormat
-from ..generators.batches import NAN, BatchPlan
-from ..generators.caches import CacheSizes
-from ..generators.choice_calls import build_call
-from ..generators.coded_caches import CODED, CodedCache, coded_call, make_coded
-from ..generators.options import Call, paged_call
-from ..harness.calling import expect_right, run_call
-from ..harness.canaries import expect_own_memory, kept, packed
-from ..harness.expect import expect_rejection, expect_same
-from ..harness.law import Setting, law
-from ..harness.support import Support
+from ..base.support import Support
+from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import NAN, BatchPlan
+from ..cases.caches import CacheSizes
+from ..cases.choice_calls import build_call
+from ..cases.options import Call, paged_call
+from ..checks.canaries import expect_own_memory, kept, packed
+from ..checks.coded_caches import CODED, CodedCache, coded_call, make_coded
+from ..checks.expect import expect_rejection, expect_same
 from ..oracles.cache_formats import encode_by_hand
 from .attention import Drawn, drawn_calls
 from .attention_rejections import Change, base_call, expect_rejected
 from .cache_gather import CacheRead, reads
 from .cache_write import CacheWrite, writes
+from .law import law
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INFINITY = float("inf")

@@ -9,23 +9,13 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import GARBAGE, NAN
-from ..generators.caches import (
-    DTYPES,
-    FP8,
-    CacheSizes,
-    draw_scale,
-    draw_sizes,
-    scale_column,
-)
-from ..generators.reuse import compiled
-from ..harness.canaries import (
-    expect_own_memory,
-    kept,
-    packed,
-)
-from ..harness.expect import expect_same
-from ..harness.law import Setting, law
+from ..candidates.setting import Setting
+from ..cases.batches import GARBAGE, NAN
+from ..cases.caches import DTYPES, FP8, CacheSizes, draw_scale, draw_sizes, scale_column
+from ..cases.reuse import compiled
+from ..checks.canaries import expect_own_memory, kept, packed
+from ..checks.expect import expect_same
+from .law import law
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ..generators.batches import NAN
-from ..generators.caches import (
+from ..base.support import Support
+from ..candidates.setting import Setting
+from ..cases.batches import NAN
+from ..cases.caches import (
     DTYPES,
     FP8,
     CacheSizes,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ...contract.attention_options import pack_options
 from ...contract.kinds import PAD_SLOT_ID
-from ..generators.batches import DTYPES, NAN
-from ..generators.caches import FP8
-from ..generators.latent_batches import (
+from ..candidates.setting import Setting
+from ..cases.batches import DTYPES, NAN
+from ..cases.caches import FP8
+from ..cases.latent_batches import (
     LAYOUTS,
     LatentPlan,
     build_latents,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ...contract.cache_formats import FORMATS, CacheFormat, split_page
-from ..harness.canaries import copy_of, expect_memory
+from ..cases.batches import LAYOUTS, NAN, empty_cache
+from ..cases.caches import CacheSizes
+from ..cases.options import Call
 from ..oracles.cache_formats import RULES, encode_by_hand
-from .batches import LAYOUTS, NAN, empty_cache
-from .caches import CacheSizes
-from .options import Call
+from .canaries import copy_of, expect_memory
 
 CODED = tuple(form for name, form in FORMATS.items() if name in RULES)
 """Formats of codes that are not FP8 numbers."""
