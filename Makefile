@@ -5,13 +5,14 @@ TEST_WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 COMPILED := $(shell grep -rl "^@pytest.mark.compile" tests --include="test_*.py")
+LONG := $(shell grep -rl "mark.long" tests --include="test_*.py")
 TWINS := -m pagetwin $(addprefix -p pagetwin.,reference optimized $(filter-out package,$(notdir $(patsubst %/,%,$(wildcard shared/*/)))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated mutants-hopper mutants-instruments matrix
 
-# one thread per worker: torch's own threads are slower at these sizes
+# laws on both twins, and the tests of each part that take little time; one thread per worker: torch's own threads are slower at these sizes
 test test-quick test-long compile: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not long and not compile and not site"
@@ -20,9 +21,9 @@ test: $(STAMP)
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "quick and not slow"
 
-# tests that start many processes, the wrong answers to the puzzles, a sample of the mutants
+# the suite on itself, kernels that are interpreted role by role, tests that start many processes, a sample of the mutants
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "long and not slow"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "long and not slow" $(LONG)
 
 # every kernel for several chips: registers, spills and instructions, without a GPU
 compile: $(STAMP)

@@ -1,6 +1,7 @@
 """What every test needs: a device, both twins with their shapes enforced, Hypothesis profiles."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -28,6 +29,8 @@ from support.rank_processes import RankProcesses
 from support.twins import TWINS, Twin
 
 ROOT = Path(__file__).parents[1]
+LONG_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.long\b", re.MULTILINE)
+"""The text of a file all of whose tests are long."""
 
 INTERPRETER = "TRITON_INTERPRET"
 CHOSEN_INTERPRETER = os.environ.get(INTERPRETER)
@@ -97,12 +100,15 @@ def site() -> Path:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files without a quick test unread by `make test-quick`: imports take longer."""
-    only_quick = config.option.markexpr.startswith("quick ")
-    is_test = collection_path.suffix == ".py" and collection_path.stem != "conftest"
-    if not only_quick or not is_test:
+    """Leave files unread that have no test to run: imports take longer."""
+    if collection_path.suffix != ".py" or collection_path.stem == "conftest":
         return None
-    return True if "mark.quick" not in collection_path.read_text("utf-8") else None
+    marks = config.option.markexpr
+    if marks.startswith("quick "):
+        return True if "mark.quick" not in collection_path.read_text("utf-8") else None
+    if "not long" in marks and LONG_FILE.search(collection_path.read_text("utf-8")):
+        return True
+    return None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -31,9 +31,12 @@ from pagetwin.engine.backend_interface import AttentionMetadataBuilder
 from pagetwin.examples import EXAMPLES, Example, example_names, run_example
 from pagetwin.reference import OutOfBlocks
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+    ),
+]
 
 OPERATIONS = {name for concept in CONCEPTS for name in concept.operations}
 MORE: dict[str, str] = {

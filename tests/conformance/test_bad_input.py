@@ -23,6 +23,8 @@ from pagetwin.tools.cli import USER_ERROR, app
 from pagetwin.tools.puzzles import folder as puzzle_folder
 from pagetwin.tools.puzzles.tasks import PUZZLES
 
+pytestmark = pytest.mark.long
+
 COMMANDS = {each.callback.__name__: each.callback for each in app.registered_commands}
 NEEDED: dict[str, dict[str, str]] = {
     "check": {"module": "reference"},

@@ -21,6 +21,7 @@ from pagetwin.conformance.flashinfer_bench.traces import judge_workloads
 from pagetwin.conformance.reports.report import Report
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.usefixtures("guarded_calls"),
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="runs once, on a machine without a GPU"

@@ -48,6 +48,8 @@ from pagetwin.contract.attention_options import pack_options
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 ADAPTERS = ROOT / "docs" / "adapters"
 SLOTS = "every new token gets the slot of its block table row"

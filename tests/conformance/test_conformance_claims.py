@@ -39,6 +39,8 @@ from pagetwin.conformance.running.trial import (
 from pagetwin.contract.attention_options import pack_options
 from torch import Tensor
 
+pytestmark = pytest.mark.long
+
 ADAPTERS = Path(__file__).parents[2] / "docs" / "adapters"
 RIGHT = load_candidate("reference")
 INVARIANCE = [law for law in ALL_LAWS if law.area == "batch_invariance"]

@@ -35,6 +35,8 @@ from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from torch import Tensor
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 RIGHT = load_candidate("reference")
 ATTENDS = "every new token attends to its sequence up to itself"
 ANY = "paged attention is right under any options"

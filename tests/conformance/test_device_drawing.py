@@ -22,6 +22,8 @@ from pagetwin.conformance.checks.groups import make_group
 from support.second_device import DEVICE, HOST, OnDevice, SecondDevice
 from torch import Tensor
 
+pytestmark = pytest.mark.long
+
 OPERATIONS = ("paged_attention", "encoder_attention")
 SIGNATURES = 40
 BATCHES = 3

@@ -33,7 +33,7 @@ from pagetwin.tools.cli import USER_ERROR, app
 from pagetwin.tools.solution_commands import write_traces
 from typer.testing import CliRunner
 
-pytestmark = pytest.mark.usefixtures("guarded_calls")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("guarded_calls")]
 
 ATTENDS = "every new token attends to its sequence up to itself"
 WRITES = "each token is written to its slot and nothing else changes"

@@ -35,6 +35,8 @@ from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from support.planted_bugs import Hunt, hunt
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 PAGED = "paged attention is right for every batch of a signature"
 RAGGED = "encoder attention is right for every batch of a signature"

@@ -17,6 +17,8 @@ from pagetwin.conformance.running.trial import make_setting
 from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.tools.command_line import INTERPRETER, choose_interpreter
 
+pytestmark = pytest.mark.long
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 RECORDS = """
 import json

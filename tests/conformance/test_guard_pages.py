@@ -13,6 +13,8 @@ from pagetwin.conformance.candidates.guard.guard_pages import (
     guarded_rows,
 )
 
+pytestmark = pytest.mark.long
+
 SEGMENTATION_FAULT = -11
 
 

@@ -15,9 +15,12 @@ from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.law import Law
 from pagetwin.conformance.running.trial import make_setting
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+    ),
+]
 
 RIGHT = load_candidate("reference")
 NAMED_BY_NO_LAW = ("compute_slot_mapping_batch", "merge_attn_states")

@@ -17,6 +17,8 @@ from support.fake_vllm import VERSIONS, fake_vllm
 from support.plugin_engine import PluginEngine, draw_requests
 from support.twins import WITHOUT_GPU
 
+pytestmark = pytest.mark.long
+
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 
 

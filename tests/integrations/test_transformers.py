@@ -42,6 +42,8 @@ from pagetwin.integrations.transformers import (
 )
 from support.tiny_models import DECODER_ONLY, VOCABULARY, WINDOW
 
+pytestmark = pytest.mark.long
+
 CROWDED = {
     "max_new_tokens": NEW_TOKENS,
     "block_size": 4,

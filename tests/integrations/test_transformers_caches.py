@@ -24,6 +24,8 @@ from library_models import (
 from pagetwin.integrations.transformers import PagedCache, generate, use_attention
 from support.tiny_models import VOCABULARY, WINDOW
 
+pytestmark = pytest.mark.long
+
 # --- caches of the library
 
 

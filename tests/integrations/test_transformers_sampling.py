@@ -22,6 +22,8 @@ from pagetwin.integrations.transformers import Statistics, generate
 from transformers import GenerationConfig, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
+pytestmark = pytest.mark.long
+
 SAMPLE = {"do_sample": True, "temperature": 3.0, "top_k": 0}
 
 

@@ -17,6 +17,8 @@ from support.vllm_steps import (
     vllm_config,
 )
 
+pytestmark = pytest.mark.long
+
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1)]
 SLOPES = [0.5, 0.25, 0.125, 0.0625]

@@ -24,9 +24,12 @@ from support.hopper_checks import check_rows_past_a_bound
 from support.hopper_fp8 import pretend_fp8_hopper
 from support.twins import TWINS, Twin
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+    ),
+]
 BLOCK_SIZE = 16
 
 

@@ -43,6 +43,8 @@ from support.hopper import (
 )  # fmt: skip
 from support.sm90_calls import assert_right, build, needs_hopper, own_counters, to_call
 
+pytestmark = pytest.mark.long
+
 __all__ = ["own_counters"]
 GROUPS = (3, 5, 6, 7)
 

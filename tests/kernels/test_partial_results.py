@@ -24,6 +24,8 @@ from support.twins import TWINS
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
+pytestmark = pytest.mark.long
+
 Order = Callable[[list[int]], Any]
 GUARD = 256
 """Numbers before and after a workspace, 7, and counters before and after those of a launch, 99."""

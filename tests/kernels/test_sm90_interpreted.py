@@ -23,9 +23,12 @@ from support.hopper_checks import FAR, check_far
 from support.twins import TWINS, Twin
 from triton.experimental.gluon import language as gl
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+    ),
+]
 SM90 = Path(__file__).parents[2] / "optimized/kernels/sm90"
 
 

@@ -41,6 +41,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal import optests
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.long
+
 TWIN = load_implementation("optimized")
 OPERATORS = sorted(
     name

@@ -9,6 +9,8 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized import WarmUpSpec, warm_up
 from support.compiler_process import json_lines
 
+pytestmark = pytest.mark.long
+
 SCRIPT = Path(__file__).parents[1] / "support/warmed_launches.py"
 CASES = (
     "plain", "sinks, window", "batch-invariant", "FP8", "latent", "groups of five", "ranks"

@@ -18,6 +18,8 @@ from mutants.digest import change_digest
 from mutants.mutant import OPERATORS, PACKAGES, ROOT, TWINS, load_catalogue
 from mutants.record import CATALOGUE_RECORD, Entry, is_current, read_record
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[1]
 CATALOGUE = load_catalogue()
 LAWS = {law.name: law for law in ALL_LAWS}

@@ -16,9 +16,12 @@ from mutants.mutant import ROOT
 from mutants.record import HOPPER_RECORD, read_record
 from mutants.run_hopper import judge
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
+    ),
+]
 ALL = generate(hopper_files(), read_reasons(REASONS))
 MUTANTS = without_layouts(ALL)
 BY_ID = {each.id: each for each in MUTANTS}

@@ -18,6 +18,8 @@ from mutants.instruments import (
 )
 from mutants.record import INSTRUMENTS_RECORD, is_current, read_record
 
+pytestmark = pytest.mark.long
+
 FOLDER = Path(__file__).parents[1]
 CATALOGUE = load_instruments()
 BY_ID = {mutant.id: mutant for mutant in CATALOGUE}

@@ -7,9 +7,12 @@ import torch
 from pagetwin.conformance import Status, check_implementation
 from rank_functions import FUNCTION, RIGHT, WRONG
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+    ),
+]
 
 WHOLE = "all ranks together compute attention over the whole sequences"
 CROSS = "tokens of a batch that is not causal attend to all keys"

@@ -26,6 +26,8 @@ from pagetwin.conformance.running.trial import find_law, make_case, make_setting
 from rank_functions import FUNCTION, RIGHT, WRONG
 from support.planted_bugs import Hunt, hunt
 
+pytestmark = pytest.mark.long
+
 CPU = torch.device("cpu")
 LAWS = {
     STEP: "a parallel step is right for every batch of a signature",

@@ -18,6 +18,8 @@ from pagetwin.integrations.transformers import paged_batch as paged_batch_module
 from small_engine import LeakyBlockManager
 from support.tiny_models import VOCABULARY, make_model
 
+pytestmark = pytest.mark.long
+
 REFERENCE = load_implementation("reference")
 DRAW = random.Random(0)
 PROMPTS = [
