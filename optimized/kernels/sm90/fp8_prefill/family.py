@@ -149,24 +149,25 @@ class Fp8PrefillPlan:
             for part, shape in zip(parts, shapes, strict=False)
         )
         table = parts[2].view(torch.int32).view(reqs, num_blocks)
-        arguments = UpcastArguments(
-            k=key,
-            v=value,
-            block_table=block_table,
-            query_start_loc=call.query_start_loc,
-            seq_lens=call.lengths,
-            k_out=k_out,
-            v_out=v_out,
-            table_out=table,
-            k_scales_out=parts[3],
-            v_scales_out=parts[4],
-            k_scale=scale_arguments(call.options.k_scale)[0],
-            v_scale=scale_arguments(call.options.v_scale)[0],
-            short_rows=short_rows,
-            num_blocks=num_blocks,
-            table_stride_req=block_table.stride(0),
-        )
-        launch_by_pointers(self.upcast, (key.shape[2], num_blocks, reqs), arguments)
+        arguments = {
+            "k": key,
+            "v": value,
+            "block_table": block_table,
+            "query_start_loc": call.query_start_loc,
+            "seq_lens": call.lengths,
+            "k_out": k_out,
+            "v_out": v_out,
+            "table_out": table,
+            "k_scales_out": parts[3],
+            "v_scales_out": parts[4],
+            "k_scale": scale_arguments(call.options.k_scale)[0],
+            "v_scale": scale_arguments(call.options.v_scale)[0],
+            "short_rows": short_rows,
+            "num_blocks": num_blocks,
+            "table_stride_req": block_table.stride(0),
+        }
+        grid = (key.shape[2], num_blocks, reqs)
+        launch_by_pointers(self.upcast, grid, UpcastArguments, arguments)
         converted = call._replace(key=k_out, value=v_out, block_table=table)
         return converted, short_rows, (parts[3], parts[4])
 

@@ -142,39 +142,35 @@ class InvariantPlan(Sm90Plan):
         shared = num_splits * self._numbers_per_split(call) if num_splits > 1 else 0
         work_counter, states = find_workspace(device, 2, kept + shared)
         lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
-        arguments = InvariantArguments(
-            q_desc=call.query,
-            k_desc=call.key,
-            v_desc=call.value,
-            out_desc=out,
-            out=out,
-            lse=lse,
-            states=states,
-            block_table=block_table,
-            query_start_loc=starts,
-            kv_lens=call.lengths,
-            work_counter=work_counter,
-            sinks=None if sinks is None else sinks.contiguous(),
-            scale_log2=call.scale * LOG2_E.value,
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            num_heads=self.num_heads,
-            group_size=self.group_size,
-            num_splits=num_splits,
+        arguments = {
+            "q_desc": call.query,
+            "k_desc": call.key,
+            "v_desc": call.value,
+            "out_desc": out,
+            "out": out,
+            "lse": lse,
+            "states": states,
+            "block_table": block_table,
+            "query_start_loc": starts,
+            "kv_lens": call.lengths,
+            "work_counter": work_counter,
+            "sinks": None if sinks is None else sinks.contiguous(),
+            "scale_log2": call.scale * LOG2_E.value,
+            "num_reqs": num_reqs,
+            "num_tokens": num_tokens,
+            "num_heads": self.num_heads,
+            "group_size": self.group_size,
+            "num_splits": num_splits,
             **self.strides,
-            lse_stride_head=lse_stride_head,
-            lse_stride_token=lse_stride_token,
-            block_table_stride=block_table.stride(0),
-        )
+            "lse_stride_head": lse_stride_head,
+            "lse_stride_token": lse_stride_token,
+            "block_table_stride": block_table.stride(0),
+        }
         self.launch_with_maps(call, (num_programs, 1, 1), arguments)
         if num_splits > 1:
-            given = {**arguments._asdict(), "num_programs": num_programs}
             groups = -(-num_tokens * self.num_heads // ROWS.value)
-            launch_by_pointers(
-                self._folder,
-                (groups, 1, 1),
-                FoldArguments(**{name: given[name] for name in FoldArguments._fields}),
-            )
+            given = {**arguments, "num_programs": num_programs}
+            launch_by_pointers(self._folder, (groups, 1, 1), FoldArguments, given)
 
     def _numbers_per_split(self, call: AttentionCall) -> int:
         rows = call.query.shape[0] * self.num_heads

@@ -1,6 +1,6 @@
 """Second launch of Hopper latent decodes on the host: how many rows a program combines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,22 +38,23 @@ class Combination:
 
     def launch(
         self,
-        arguments: LatentCombineArguments,
+        given: Mapping[str, Any],
         max_splits: int,
     ) -> None:
         """Combine the partial results, and clear the rows of no request.
 
         Args:
-            arguments: of the kernel. Outputs are modified in place.
+            given: arguments of the kernel by name. Outputs are modified in place.
             max_splits: split row tiles, at most.
         """
-        partial_rows = arguments.partial_rows
+        partial_rows = given["partial_rows"]
         is_few = max_splits * partial_rows <= FEW_ROWS
         rows = (ONE_ROW if is_few else TWO_ROWS)["ROWS"]
         launch_by_pointers(
             self._few if is_few else self._many,
             (-(-partial_rows // rows), max_splits + 1, 1),
-            arguments,
+            LatentCombineArguments,
+            given,
         )
 
 

@@ -32,12 +32,12 @@ from ....runtime.launcher import Launcher
 from ....runtime.workspace import find_workspace
 from ..common.chip import is_hopper
 from ..common.config import LOG2_E, SWIZZLED
-from ..common.entry import find_ends
+from ..common.entry import find_ends, find_order
 from ..common.plan import MAX_TENSOR_MAPS, Address
 from ..common.planes import BOX_MARGIN, DTYPES, MAX_COORDINATE
 from ..common.warm import warm_every
 from .combination import Combination, lower_splits
-from .combine import MAX_SEGMENTS, LatentCombineArguments
+from .combine import MAX_SEGMENTS
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, ROPE_DIM
 from .kernel import LatentArguments, latent_decode_kernel
 
@@ -186,18 +186,19 @@ class LatentDecodePlan:
             "lse_stride_head": lse_stride_head,
             "lse_stride_token": lse_stride_token,
         }
-        arguments = LatentArguments(
-            q_desc=query,
-            kv_desc=key,
-            block_table=block_table,
-            seq_lens=lengths,
-            scale_log2=call.scale * LOG2_E.value,
-            min_tiles=MIN_TILES,
-            kv_block_rows=self.kv_block_rows,
-            block_table_stride=block_table.stride(0),
+        given = {
+            "q_desc": query,
+            "kv_desc": key,
+            "block_table": block_table,
+            "seq_lens": lengths,
+            "scale_log2": call.scale * LOG2_E.value,
+            "min_tiles": MIN_TILES,
+            "kv_block_rows": self.kv_block_rows,
+            "block_table_stride": block_table.stride(0),
             **common,
-        )
+        }
         num_maps, pointers, options = find_ends(LatentArguments)
+        arguments = find_order(LatentArguments)(given)
         tensors, tokens = arguments[:pointers], query.shape[0]
 
         def make_maps(q: int, k: int, *_: int) -> list[Any]:
@@ -219,7 +220,11 @@ class LatentDecodePlan:
             make_maps,
         )
         self._combination.launch(
-            LatentCombineArguments(num_tokens=tokens, num_segments=segments, **common),
+            {
+                "num_tokens": tokens,
+                "num_segments": segments,
+                **common,
+            },
             min(segments, num_reqs * max_row_tiles),
         )
 

@@ -12,6 +12,7 @@ memory as a warpgroup. An instruction names the tensor map, the coordinates and 
 so the code is the same for both boxes. The host encodes the map with the true one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import Launcher, is_profiled
 from ..common.config import WARPGROUP_M
-from ..common.entry import find_ends
+from ..common.entry import find_ends, find_order
 from ..common.plan import Address
 from .cost import packs_heads
 from .kernel import prefill_kernel
@@ -73,20 +74,21 @@ class PackedPlan(PrefillPlan):
         self,
         call: AttentionCall,
         grid: tuple[int, int, int],
-        arguments: Any,
+        given: Mapping[str, Any],
         may_be_converted: bool = False,
     ) -> None:
         """Launch the kernel, or set `is_usable` to False and launch nothing.
 
         Args:
-            call, grid, arguments, may_be_converted: as in `Sm90Plan`.
+            call, grid, given, may_be_converted: as in `Sm90Plan`.
         """
         _, pointers, options = find_ends(self.arguments)
+        arguments = find_order(self.arguments)(given)
         self.is_usable = self.launcher.load(
             arguments[pointers:options], arguments[options:], arguments[:pointers]
         )
         if self.is_usable:
-            super().launch_with_maps(call, grid, arguments, may_be_converted)
+            super().launch_with_maps(call, grid, given, may_be_converted)
 
     def describe(
         self, index: int, tensor: Tensor | Address, extra_rows: int

@@ -116,32 +116,32 @@ class PrefillPlan(Sm90Plan):
         work_counter = find_workspace(query.device, 2, 0)[0]
         lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
         k_scales, v_scales = scales
-        arguments = PrefillArguments(
-            q_desc=query,
-            k_desc=call.key,
-            v_desc=call.value,
-            out_desc=out,
-            out=out,
-            lse=lse,
-            block_table=block_table,
-            query_start_loc=call.query_start_loc,
-            kv_lens=call.lengths,
-            work_counter=work_counter,
-            sinks=None if sinks is None else sinks.contiguous(),
-            k_scales=k_scales,
-            v_scales=v_scales,
-            scale_log2=call.scale * LOG2_E.value,
-            num_reqs=num_reqs,
+        arguments = {
+            "q_desc": query,
+            "k_desc": call.key,
+            "v_desc": call.value,
+            "out_desc": out,
+            "out": out,
+            "lse": lse,
+            "block_table": block_table,
+            "query_start_loc": call.query_start_loc,
+            "kv_lens": call.lengths,
+            "work_counter": work_counter,
+            "sinks": None if sinks is None else sinks.contiguous(),
+            "k_scales": k_scales,
+            "v_scales": v_scales,
+            "scale_log2": call.scale * LOG2_E.value,
+            "num_reqs": num_reqs,
             # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
-            num_heads=num_heads,
-            group_size=self.group_size // group,
-            max_decode_rows=short_rows // group,
+            "num_heads": num_heads,
+            "group_size": self.group_size // group,
+            "max_decode_rows": short_rows // group,
             **self.strides,
-            lse_stride_head=lse_stride_head,
-            lse_stride_token=lse_stride_token,
-            block_table_stride=0 if block_table is None else block_table.stride(0),
-            cleared_tokens=query.shape[0]
+            "lse_stride_head": lse_stride_head,
+            "lse_stride_token": lse_stride_token,
+            "block_table_stride": 0 if block_table is None else block_table.stride(0),
+            "cleared_tokens": query.shape[0]
             if self.clears_padding and not short_rows
             else 0,
-        )
+        }
         self.launch_with_maps(call, grid, arguments, may_be_converted=True)
