@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.default_modes import are_default, default_modes
 from ...contract.latent_classes import MLADims as MLADims
@@ -36,7 +37,7 @@ from ...contract.shapes import (
     ValueUpProjection,
 )
 from ...reference.attention.latent import get_mla_dims as get_mla_dims
-from ...validation import values_checked
+from ...validation import values_checked, values_may_be_checked
 from ...validation.latent import (
     check_concat_and_cache_mla,
     check_latent_decode_attention,
@@ -62,7 +63,14 @@ from .paged import paged_attention
 _CAUSAL = AttentionOptions(causal=True)
 
 
-@operator(changed=["kv_cache"])
+@typed
+def _check_write_types(
+    kv_c: Latent, k_pe: RopeKey, kv_cache: LatentCache, slot_mapping: SlotMapping
+) -> None:
+    """Raise for another type, other axes, and gradients: a repeated write is not looked at."""
+
+
+@operator(changed=["kv_cache"], is_repeated=True)
 def concat_and_cache_mla(
     kv_c: Latent,
     k_pe: RopeKey,
@@ -74,9 +82,10 @@ def concat_and_cache_mla(
     write = (kv_c, k_pe), (kv_cache,), slot_mapping, (scale,)
     signature = sign_write(*write)
     repeated = None if signature is None else WRITES.get(signature)
-    contents = values_checked(kv_cache)
-    if repeated is not None and not contents and repeated.launch(*write):
+    if repeated is not None and not values_may_be_checked() and repeated.launch(*write):
         return
+    contents = values_checked(kv_cache)
+    _check_write_types(kv_c, k_pe, kv_cache, slot_mapping)
     check_concat_and_cache_mla(
         kv_c, k_pe, kv_cache, slot_mapping, scale, contents=contents
     )

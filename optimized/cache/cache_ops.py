@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...contract.argument_types import typed
 from ...contract.cache_formats import find_format
 from ...contract.shapes import (
     BlockMapping,
@@ -33,6 +34,7 @@ from ...validation import (
     check_kv_caches_alike,
     check_reshape_and_cache,
     values_checked,
+    values_may_be_checked,
 )
 from ..kernels.fp8 import has_fp8_encoding, has_native_fp8, scale_arguments
 from ..kernels.kv_cache import (
@@ -54,7 +56,21 @@ from ..runtime.operators import operator
 from ..runtime.repeat.writes import WRITES, record_write, sign_write
 
 
-@operator(changed=["key_cache", "value_cache", "k_scale_tensor", "v_scale_tensor"])
+@typed
+def _check_write_types(
+    key: Key,
+    value: Value,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    slot_mapping: SlotMapping,
+) -> None:
+    """Raise for another type, other axes, and gradients: a repeated write is not looked at."""
+
+
+@operator(
+    changed=["key_cache", "value_cache", "k_scale_tensor", "v_scale_tensor"],
+    is_repeated=True,
+)
 def reshape_and_cache(
     key: Key,
     value: Value,
@@ -68,9 +84,10 @@ def reshape_and_cache(
     write = (key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale)
     signature = sign_write(*write)
     repeated = None if signature is None else WRITES.get(signature)
-    contents = values_checked(key_cache)
-    if repeated is not None and not contents and repeated.launch(*write):
+    if repeated is not None and not values_may_be_checked() and repeated.launch(*write):
         return
+    contents = values_checked(key_cache)
+    _check_write_types(key, value, key_cache, value_cache, slot_mapping)
     check_reshape_and_cache(
         key,
         value,

@@ -149,6 +149,7 @@ class ArgumentTypes:
         """What the source refers to, by name."""
         deep = {f"_{name}_of": kind.convert for name, kind in self.deep.items()}
         own = {"_right": self.right, "_convert": self.convert, "_absent": _ABSENT}
+        own |= {"Tensor": Tensor}
         gradients = {
             "_is_grad_enabled": torch.is_grad_enabled,
             "_reject_gradients": reject_gradients,
@@ -170,8 +171,9 @@ class ArgumentTypes:
         """Yield what has to be true of an argument besides its type."""
         kind = self.by_type[name]
         tests = []
-        if self.is_repeated and (number := self._number_of(kind)):
-            tests.append(f"{name}.__class__ is {number}")
+        if self.is_repeated:
+            found = [f"{name}.__class__ is {known}" for known in self._numbers_of(kind)]
+            tests += [" or ".join(found)] if found else []
         elif kind.has_range:
             tests.append(f"{-INT32 - 1} <= {name} <= {INT32}")
         if self.has_axes and not self.is_repeated and kind.axes:
@@ -182,11 +184,13 @@ class ArgumentTypes:
             yield f"({absent}{test})"
 
     @staticmethod
-    def _number_of(kind: ArgumentKind) -> str:
-        """Return the type that a number has in most calls; empty for other arguments."""
+    def _numbers_of(kind: ArgumentKind) -> list[str]:
+        """Return the types that an argument has in most calls, if it may be a number."""
         if kind.has_range:
-            return "int"
-        return "float" if kind.words.startswith("a float") else ""
+            return ["int"]
+        if "a float" not in kind.words:
+            return []
+        return ["float", "Tensor"] if "Tensor" in kind.words else ["float"]
 
 
 def _check_axes(name: str, tensor: Tensor, axes: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ..attention_call import Signature
@@ -105,11 +106,19 @@ def sign_write(
         scales: of each cache.
 
     Returns:
-        a hashable tuple. None in the interpreter, where writes are not repeated.
+        a hashable tuple. None if the write is not repeated: in the interpreter, and if autograd
+        would record it.
     """
     if INTERPRETED:
         return None
     one, other = new
+    if torch.is_grad_enabled() and (
+        one.requires_grad
+        or other.requires_grad
+        or caches[0].requires_grad
+        or caches[-1].requires_grad
+    ):
+        return None
     return (
         one.shape[1:], one.stride(), one.dtype, one.get_device(),
         other.shape[1:], other.stride(), other.dtype, other.get_device(),
