@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 COMPILED := $(shell grep -rl "^@pytest.mark.compile" tests --include="test_*.py")
 LONG := $(shell grep -rl "mark.long" tests --include="test_*.py")
-TWINS := -m pagetwin $(addprefix -p pagetwin.,reference optimized $(filter-out package,$(notdir $(patsubst %/,%,$(wildcard shared/*/)))))
+TWINS := -m pagetwin $(addprefix -p pagetwin.,reference optimized $(filter-out package __pycache__,$(notdir $(patsubst %/,%,$(wildcard shared/*/)))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

@@ -252,12 +252,18 @@ def _make_launcher(call: AttentionCall) -> Launcher:
     )
     entry = block_table.stride(1)
     fixed = {
-        "k_strides": CacheStrides(*key.stride(), heads * head_size, entry),
-        "v_strides": CacheStrides(*value.stride(), heads * value_size, entry),
+        "k_strides": _strides_of(key, heads * head_size, entry),
+        "v_strides": _strides_of(value, heads * value_size, entry),
         "scale_strides": scale_strides(call.options),
         "config": config,
     }
     return Launcher(upcast_kernel, _as_bits, fixed, num_warps=4, num_stages=1)
+
+
+def _strides_of(cache: Tensor, converted_slot: int, table_entry: int) -> CacheStrides:
+    """Return the strides of keys or values; the last two arguments are fields of the result."""
+    block, slot, head, element = cache.stride()
+    return CacheStrides(block, slot, head, element, converted_slot, table_entry)
 
 
 def _as_bits(key: Tensor, value: Tensor, *others: Tensor) -> tuple[Any, ...]:
