@@ -204,7 +204,7 @@ def test_steps_without_attention_compare_what_was_written():
 
 
 def test_an_interpreted_replay_samples_attention_by_default():
-    assert choose_settings("cpu").attention_every == 4
+    assert choose_settings("cpu").attention_every == 6
     assert choose_settings("cpu", attention_every=1).attention_every == 1
     assert choose_settings("cpu", twins=("reference",)).attention_every == 1
     assert choose_settings("cpu", twins=("a.package",)).attention_every == 1

@@ -18,6 +18,7 @@ from ..cases.steps import (
     MANY,
     PROMPT,
     Requests,
+    Runs,  # noqa: F401 (a failing case is evaluated here)
     bare_step,
     counts,
     draw_requests,

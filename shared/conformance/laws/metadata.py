@@ -25,6 +25,7 @@ from ..cases.steps import (
     MANY,
     PROMPT,
     Requests,
+    Runs,  # noqa: F401 (a failing case is evaluated here)
     counts,
     draw_requests,
     requests,

@@ -6,7 +6,10 @@ stored in it.
 
 from ..candidates.setting import Setting
 from ..cases.block_model import Content, content_of
-from ..cases.traffic import Traffic
+from ..cases.traffic import (
+    Arrival,  # noqa: F401 (a failing case is evaluated here)
+    Traffic,
+)
 from ..checks.expect import expect_same
 from .law import law
 from .scheduler import TRAFFIC, serve_case

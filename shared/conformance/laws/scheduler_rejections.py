@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from ...contract.scheduler_classes import Request, RequestStatus
 from ..candidates.setting import Setting
-from ..cases.traffic import ServedStep, Traffic, make_requests
+from ..cases.traffic import (
+    Arrival,  # noqa: F401 (a failing case is evaluated here)
+    ServedStep,
+    Traffic,
+    make_requests,
+)
 from ..checks.expect import expect_rejection, expect_same, expect_untimely
 from ..checks.state import state_of
 from .law import law
