@@ -83,11 +83,6 @@ SYMPTOMS = {
     "knows_factors": "differs from the one before|changed|output",
 }
 """What a report says of each kind."""
-QUICK = (
-    *("last_output", "calls_reference", "writes_inputs", "replaces_clock"),
-    *("changes_verdict", "raises_outside"),
-)
-"""Kinds that are tried by default. The others are tried by `make test-long`."""
 FUZZED = (
     *("last_output", "calls_reference", "writes_inputs", "replaces_clock"),
     *("lazy_result", "stale_plan"),
@@ -98,7 +93,8 @@ SOLVED = (
     *("same_objects", "sum_of_queries", "detects_suite", "counts_calls"),
     *("writes_inputs", "replaces_comparator", "after_return", "own_methods"),
 )
-"""Kinds that `make test-long` tries as solutions; the others are tried by hand, too."""
+"""Kinds that `make test-long` tries as solutions, and the others as adapters: each kind once. All
+of them in each form are for `pytest -m slow`, too."""
 TIMED = (
     *("last_output", "same_objects", "same_addresses", "sum_of_queries"),
     *("counts_calls", "after_return", "knows_factors", "fp8_later", "slows_reference"),
@@ -178,8 +174,8 @@ def test_a_correct_adapter_and_a_correct_solution_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(each, marks=() if each in QUICK else pytest.mark.long)
-        for each in JUDGED
+        pytest.param(kind, marks=pytest.mark.slow if kind in SOLVED else ())
+        for kind in JUDGED
     ],
 )
 def test_a_kind_is_found_by_check_with_its_symptom(kind: str, tmp_path: Path) -> None:
@@ -188,7 +184,6 @@ def test_a_kind_is_found_by_check_with_its_symptom(kind: str, tmp_path: Path) ->
     assert re.search(SYMPTOMS[kind], said(report)), said(report)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
@@ -203,7 +198,6 @@ def test_a_kind_is_found_as_a_solution(kind: str, tmp_path: Path) -> None:
     assert re.search(SYMPTOMS[kind], said(report)), said(report)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("kind", [None, *TIMED])
 def test_a_timed_call_computes_its_own_numbers(
     kind: str | None, tmp_path: Path
@@ -214,7 +208,6 @@ def test_a_timed_call_computes_its_own_numbers(
     assert ended == ({"PASSED"} if kind is None else {"INCORRECT_NUMERICAL"}), traces
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [
