@@ -3,6 +3,7 @@
 from operator import mul
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from ...contract.argument_kinds import INT32
@@ -186,6 +187,7 @@ def sign_options(options: AttentionOptions) -> Signature | None:
         elif name in OPTIONS_PER_BATCH:
             return None
         else:
-            place = value.dtype, value.get_device()
+            is_graded = value.requires_grad and torch.is_grad_enabled()
+            place = value.dtype, value.get_device(), is_graded
             found.append((name, value.shape, value.stride(), *place))
     return tuple(found)

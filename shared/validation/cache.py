@@ -68,6 +68,8 @@ def check_reshape_and_cache(
             f" [{tokens}], the tokens of key and value"
         )
     _check_scales(key_cache, k_scale, v_scale, contents)
+    if find_format(key_cache.dtype, k_scale).is_measured:
+        _check_written_scales(k_scale, v_scale)
     if not contents:
         return
     num_slots = num_blocks * block_size
@@ -99,6 +101,25 @@ def _check_new_dtype(name: str, tensor: Tensor, cache: Tensor) -> None:
         )
     else:
         check_dtype(name, tensor, *FLOATS)
+
+
+def _check_written_scales(
+    k_scale: Tensor | float | None, v_scale: Tensor | float | None
+) -> None:
+    """Raise an error if a write would store two scales in the same place."""
+    assert isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        steps = zip(scale.shape, scale.stride(), strict=True)
+        if any(size > 1 and step == 0 for size, step in steps):
+            raise ValueError(
+                f"{name} has strides {list(scale.stride())}: expected memory of its own for each"
+                " slot and head, since the write stores its scales there"
+            )
+    if k_scale.numel() and k_scale.data_ptr() == v_scale.data_ptr():
+        raise ValueError(
+            "k_scale and v_scale are the same memory: expected one tensor for the keys and another"
+            " one for the values, since the write stores its scales there"
+        )
 
 
 def _check_scales(

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..contract.argument_tensors import reject_gradients
 from ..contract.attention_options import AttentionOptions
 from ..contract.cache_formats import TENSOR_SCALE_DTYPES
 from .primitives import check_dtype, check_same_device
@@ -48,6 +49,7 @@ def check_scale(
     if scale is None:
         return
     if isinstance(scale, Tensor):
+        reject_gradients(**{name: scale})
         check_dtype(name, scale, torch.float32)
         shapes = [[], [1]] if heads is None else [[], [1], [heads]]
         if list(scale.shape) not in shapes:

@@ -129,3 +129,38 @@ def test_a_transform_of_torch_is_named(twin: str) -> None:
     with pytest.raises(NotImplementedError, match=r"inside a transform of torch\.func"):
         mapped(keys, slots)
     assert not cache.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("twin", ["reference", "optimized"])
+def test_a_scale_that_requires_a_gradient_is_rejected_before_any_write(
+    twin: str, dtype: torch.dtype
+) -> None:
+    """A measured scale is written, after the codes of its token."""
+    key, cache = torch.ones(1, 1, 4), torch.zeros(2, 3, 4, 1, 4).to(dtype)
+    shape = (3, 4, 1) if dtype == torch.int8 else (1,)
+    scale = torch.ones(shape, requires_grad=True)
+    write = load_implementation(twin).reshape_and_cache
+    with pytest.raises(NotImplementedError, match="k_scale requires a gradient"):
+        write(
+            key,
+            key,
+            *cache,
+            torch.tensor([5]),
+            k_scale=scale,
+            v_scale=torch.ones(shape),
+        )
+    assert not cache.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("twin", ["reference", "optimized"])
+def test_one_tensor_cannot_hold_the_measured_scales_of_keys_and_of_values(
+    twin: str,
+) -> None:
+    key, cache = torch.ones(1, 1, 4), torch.zeros(2, 3, 4, 1, 4, dtype=torch.int8)
+    scale = torch.zeros(3, 4, 1)
+    write = load_implementation(twin).reshape_and_cache
+    for wrong, other in ((scale, scale), (scale[:1].expand(3, 4, 1), scale.clone())):
+        with pytest.raises(ValueError, match="scale"):
+            write(key, key, *cache, torch.tensor([5]), k_scale=wrong, v_scale=other)
+    assert not cache.any() and not scale.any()

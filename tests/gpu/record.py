@@ -80,7 +80,7 @@ def run_tests(folder: Path, workers: int, limit: float, extra: list[str]) -> Rec
         "-n",
         str(workers),
         "-m",
-        "not slow and not long and not compile and not site",
+        "not slow and not compile and not site",
         f"--junit-xml={report}",
         *extra,
     ]

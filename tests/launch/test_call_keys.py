@@ -264,3 +264,20 @@ def test_a_repeated_write_belongs_to_all_but_the_number_of_tokens(kind: str) -> 
     for name in optional:
         seen = {str(key(given | {name: scale})) for scale in (None, 1.0, 2.0, 3)}
         assert len({*seen, str(key(given))}) == 5
+    for name, tensor in given.items():
+        if tensor.is_floating_point():
+            graded = tensor.clone().requires_grad_()
+            found = key(given | {name: graded})
+            assert found is None or found != key(given), name
+            with torch.no_grad():
+                assert key(given | {name: graded}) == key(given), name
+
+
+def test_a_plan_does_not_belong_to_an_option_that_requires_a_gradient() -> None:
+    slopes = torch.ones(4)
+    right = attention_call.sign_options(AttentionOptions(alibi_slopes=slopes))
+    slopes.requires_grad_()
+    graded = AttentionOptions(alibi_slopes=slopes)
+    assert attention_call.sign_options(graded) != right
+    with torch.no_grad():
+        assert attention_call.sign_options(graded) == right

@@ -112,7 +112,8 @@ def sign_write(
     if INTERPRETED:
         return None
     one, other = new
-    if torch.is_grad_enabled() and (
+    records = torch.is_grad_enabled()
+    if records and (
         one.requires_grad
         or other.requires_grad
         or caches[0].requires_grad
@@ -124,7 +125,11 @@ def sign_write(
         other.shape[1:], other.stride(), other.dtype, other.get_device(),
         *[sign_tensor(cache) for cache in caches],
         slot_mapping.stride(), slot_mapping.dtype, slot_mapping.get_device(),
-        *[sign_tensor(scale) if isinstance(scale, Tensor) else scale for scale in scales],
+        *[
+            (*sign_tensor(scale), records and scale.requires_grad)
+            if isinstance(scale, Tensor) else scale
+            for scale in scales
+        ],
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ...contract.argument_tensors import reject_gradients
 from ..primitives import check_dtype, check_same_device
 
 
@@ -18,6 +19,7 @@ def validate(
         raise ValueError(
             f"{name} = {scale}: expected {expected}, as the cache is {key_cache.dtype}"
         )
+    reject_gradients(**{name: scale})
     check_dtype(name, scale, torch.float32)
     if scale.shape != key_cache.shape[:3]:
         raise ValueError(f"{name} has shape {list(scale.shape)}: expected {expected}")
