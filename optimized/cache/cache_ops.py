@@ -165,7 +165,7 @@ def _lower_measured_write(
     count = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
     value_head_size = value_cache.shape[3]
-    tiles = [triton.next_power_of_2(each) for each in (head_size, value_head_size)]
+    tiles = [triton.next_power_of_2(size) for size in (head_size, value_head_size)]
     tokens = choose_tokens(min(max(tiles), ELEMENTS_PER_WRITE))
     grid = (triton.cdiv(count, tokens), kv_heads)
     arguments = (

@@ -13,14 +13,13 @@ kernels) and `shared/validation/formats/` (its scales, checked and drawn).
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from importlib import import_module
-from pkgutil import iter_modules
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .checks import check_positive
+from .option_files import import_files
 
 
 class ScaleAxes(Enum):
@@ -93,8 +92,8 @@ class CacheFormat:
 
 
 FORMATS = {
-    each.name: each
-    for each in (
+    form.name: form
+    for form in (
         CacheFormat("auto", "plain"),
         CacheFormat(
             name="fp8_e4m3",
@@ -123,14 +122,14 @@ PLAIN = FORMATS["auto"]
 """Elements are the keys and values themselves."""
 
 CODE_DTYPES = tuple(
-    dict.fromkeys(each.dtype for each in FORMATS.values() if each.dtype is not None)
+    dict.fromkeys(form.dtype for form in FORMATS.values() if form.dtype is not None)
 )
 """Dtypes of caches whose elements are codes."""
 
 TENSOR_SCALE_DTYPES = tuple(
-    each.dtype
-    for each in FORMATS.values()
-    if each.dtype is not None and ScaleAxes.TENSOR in each.scales
+    form.dtype
+    for form in FORMATS.values()
+    if form.dtype is not None and ScaleAxes.TENSOR in form.scales
 )
 """Dtypes of codes that one number for all may multiply. Layers of an engine, latent caches, queries
 and outputs take these."""
@@ -144,18 +143,18 @@ def find_format(dtype: torch.dtype, scale: Tensor | float | None = None) -> Cach
         scale: Optional. Scale of its keys. It tells formats with the same dtype apart. If None,
             the first format with that dtype is returned.
     """
-    found = [each for each in FORMATS.values() if each.dtype == dtype]
+    found = [form for form in FORMATS.values() if form.dtype == dtype]
     if len(found) > 1 and scale is not None:
         has_slots = isinstance(scale, Tensor) and scale.dim() == 3
-        found = [each for each in found if each.is_measured == has_slots] or found
+        found = [form for form in found if form.is_measured == has_slots] or found
     return found[0] if found else PLAIN
 
 
 CACHE_DTYPE_NAMES = {
-    name: each.dtype
-    for each in FORMATS.values()
-    if each.dtype is not None and each.dtype in TENSOR_SCALE_DTYPES
-    for name in (*each.aliases, each.name)
+    name: form.dtype
+    for form in FORMATS.values()
+    if form.dtype is not None and form.dtype in TENSOR_SCALE_DTYPES
+    for name in (*form.aliases, form.name)
 }
 """vLLM's names of quantized caches whose scales a layer has."""
 
@@ -213,7 +212,7 @@ def split_page(
             f"page has shape {list(page.shape)}: expected {sum(sizes)} bytes per slot and head"
         )
     starts = [*page.stride()[:-1], page.storage_offset(), sizes[0], sizes[2]]
-    if page.stride(-1) != 1 or any(each % 4 for each in starts):
+    if page.stride(-1) != 1 or any(start % 4 for start in starts):
         raise ValueError(
             f"head_size = {head_size} and value_head_size = {value_head_size} in a page with"
             f" strides {list(page.stride())}: expected scales at multiples of 4 bytes; keep them"
@@ -238,11 +237,10 @@ def import_format_files(package: str, folder: Iterable[str]) -> dict[str, Module
     Raises:
         ImportError: A format has no file, or a file belongs to no format.
     """
-    names = {each.name for each in iter_modules(folder)}
-    wanted = {each.file for each in FORMATS.values()}
-    if wrong := sorted(names ^ wanted):
+    wanted = sorted({form.file for form in FORMATS.values()})
+    found = import_files(package, folder, wanted, "a cache format: expected its name")
+    if missing := [name for name in wanted if name not in found]:
         raise ImportError(
-            f"{package}.{wrong[0]}: expected one file per cache format, which are"
-            f" {', '.join(sorted(wanted))}"
+            f"{package}.{missing[0]}: expected a file for each cache format"
         )
-    return {name: import_module(f"{package}.{name}") for name in sorted(names)}
+    return found

@@ -74,8 +74,8 @@ def test_both_twins_write_the_same_codes_and_scales_on_a_gpu(
     heads, size, value_size = sizes
     generator = torch.Generator().manual_seed(size)
     key, value = (
-        torch.randn(50, heads, each, generator=generator).to(dtype).cuda()
-        for each in (size, value_size)
+        torch.randn(50, heads, width, generator=generator).to(dtype).cuda()
+        for width in (size, value_size)
     )
     key[3], key[4, 0, 1], value[5, 0, 2] = 0.0, torch.nan, torch.inf
     slots = torch.randperm(96, generator=generator)[:50]

@@ -102,7 +102,7 @@ class Result:
                 f"{self.what}, {self.where}: found {self.found}, right is {self.right}"
             )
         again = self.details.get(AGAIN)
-        return "; ".join(each for each in (found or self.reason, again) if each)
+        return "; ".join(part for part in (found or self.reason, again) if part)
 
     @property
     def raises(self) -> bool:
@@ -199,14 +199,14 @@ class Symptom:
     @property
     def severity(self) -> int:
         """The smallest index in SEVERITIES of its results."""
-        return min(severity_of(each) for each in self.results)
+        return min(severity_of(result) for result in self.results)
 
     @property
     def title(self) -> str:
         """How many laws fail, and what they have in common."""
         count = len(self.results)
         status, failure = self.first.symptom
-        if {each.message for each in self.results} == {self.first.message}:
+        if {result.message for result in self.results} == {self.first.message}:
             failure = self.first.message or failure
         return f"{count} law{'s' * (count > 1)} {status}: {failure}"
 

@@ -95,7 +95,7 @@ def make_coded(
     slots = sizes.num_blocks, sizes.block_size, sizes.kv_heads
     both = sizes.head_size, sizes.value_head_size
     assert form.dtype is not None
-    if form.is_measured and not any(each % 4 for each in both):
+    if form.is_measured and not any(size % 4 for size in both):
         order = order or pick.choice((*PAGES, APART))
         if order != APART:
             by_head = order == PAGES[1]
@@ -115,7 +115,7 @@ def make_coded(
         made = [slot_scales(slots, pick, device) for _ in range(2)]
     else:
         numbers = [pick.choices([0.011, 0.25, 0.3, 1.7], k=slots[2]) for _ in range(2)]
-        made = [torch.tensor(each).to(device) for each in numbers]
+        made = [torch.tensor(number).to(device) for number in numbers]
     return CodedCache(key, value, made[0], made[1])
 
 

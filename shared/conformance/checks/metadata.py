@@ -14,7 +14,7 @@ from .expect import Disagreement, expect_same
 
 def values_of(metadata: Any) -> dict[str, Any]:
     """Return the fields of metadata by name."""
-    return {each.name: getattr(metadata, each.name) for each in fields(metadata)}
+    return {field.name: getattr(metadata, field.name) for field in fields(metadata)}
 
 
 def remember(metadata: Any) -> dict[str, Any]:
@@ -36,10 +36,10 @@ def expect_fields(
         right: The expected fields by name. Other fields must have the default of the class.
         device: The device of the tensors that are not on the host.
     """
-    for each in fields(found):
-        value = right.get(each.name, each.default)
-        expect_field(f"{what}.{each.name}", getattr(found, each.name), value, device)
-    if unknown := set(right) - {each.name for each in fields(found)}:
+    for field in fields(found):
+        value = right.get(field.name, field.default)
+        expect_field(f"{what}.{field.name}", getattr(found, field.name), value, device)
+    if unknown := set(right) - {field.name for field in fields(found)}:
         raise Disagreement(what, "as a whole", "no such fields", sorted(unknown))
 
 

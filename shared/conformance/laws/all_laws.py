@@ -8,10 +8,10 @@ from . import v0
 from .law import LAWS
 
 _FILES = [
-    (each.name, package.__name__)
+    (module.name, package.__name__)
     for package in (laws, v0)
-    for each in pkgutil.iter_modules(package.__path__)
-    if not each.ispkg and each.name != "all_laws"
+    for module in pkgutil.iter_modules(package.__path__)
+    if not module.ispkg and module.name != "all_laws"
 ]
 for _file, _package in sorted(_FILES):
     importlib.import_module(f"{_package}.{_file}")

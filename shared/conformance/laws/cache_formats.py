@@ -157,7 +157,9 @@ def gathered_codes_of_a_format_are_codes_times_scales(
     given |= {"block_table": table, "seq_start_loc": starts}
     if dtype is not None:
         given |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale, "dtype": dtype}
-    tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+    tensors = {
+        name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)
+    }
     with kept(**tensors):
         found = setting.candidate.gather_cache(**given, num_tokens=len(rights[0]))
     for name, half, right in zip(("key", "value"), found, rights, strict=True):

@@ -52,7 +52,7 @@ def try_symptoms_again(
         results: Results of laws.
         seconds: Time limit. Inputs that are not tried by then are reported as they are.
     """
-    firsts = [each.first for each in symptoms_of(results)]
+    firsts = [symptom.first for symptom in symptoms_of(results)]
     wanted = [each for each in firsts if each.status == Status.BROKEN and each.case]
     worker.deadline = time.monotonic() + seconds
     words: dict[int, str] = {}

@@ -22,8 +22,8 @@ def caches_before(inputs: dict[str, Any]) -> tuple[Tensor | None, list[Tensor]]:
     if inputs["layout"] == "separate":
         shape = (blocks, block_size, heads)
         codes = [
-            torch.full((*shape, each), byte, dtype=torch.int8, device=device)
-            for each in (size, value_size)
+            torch.full((*shape, width), byte, dtype=torch.int8, device=device)
+            for width in (size, value_size)
         ]
         return None, [*codes, *(torch.full(shape, scale, device=device) for _ in "kv")]
     is_by_head = inputs["layout"] == "inline_HN"
@@ -32,8 +32,8 @@ def caches_before(inputs: dict[str, Any]) -> tuple[Tensor | None, list[Tensor]]:
     page = torch.full(shape, byte, dtype=torch.uint8, device=device)
     slots = page.transpose(1, 2) if is_by_head else page
     parts = split_page(slots, size, value_size, INT8)
-    for each in parts[2:]:
-        each.fill_(scale)
+    for scales in parts[2:]:
+        scales.fill_(scale)
     return page, [*parts]
 
 

@@ -222,7 +222,7 @@ class Guard:
             f"{Path(inspect.getfile(import_module(f'{SUITE}.{each}'))).parent}/"
             for each in packages
         )
-        oracles = _modules(tuple(f"{SUITE}.{each}" for each in ORACLES))
+        oracles = _modules(tuple(f"{SUITE}.{oracle}" for oracle in ORACLES))
         judging = [function for _, _, function, _ in _functions_in(oracles)]
         for name in KERNELS:
             right = [each for each, _, _ in _forbidden_for(name)]
