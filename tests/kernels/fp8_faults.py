@@ -26,7 +26,7 @@ SHARED = f"{WRONG}|contains NaN or infinity|two programs store to one element"
 """Partial results were combined before all of them were there, or twice."""
 FAULTS = {
     "values have the scale of keys": Fault(
-        "portable/epilogue.py",
+        "portable/formats/fp8.py",
         "load_scale(v_scale, call.scale_strides.v",
         "load_scale(call.option_tensors.k_scale, call.scale_strides.k",
         "one scale for all heads",
