@@ -13,7 +13,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: demo test test-quick test-long compile docs types check mutants mutants-generated mutants-hopper mutants-instruments matrix
 
 # laws on both twins, and the tests of each part that take little time; one thread per worker: torch's own threads are slower at these sizes
-test test-quick test-long compile: export OMP_NUM_THREADS := 1
+test test-quick test-long compile docs: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not long and not compile and not site"
 

@@ -15,6 +15,7 @@ from typing import Any
 import bench_table
 import block_map
 import block_size_table
+import browser_python
 import error_examples
 import figures
 import gpu_runs
@@ -38,6 +39,10 @@ from pagetwin.tools.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
 BLOCK_MAP_DATA = "js/block_map_data.js"
+SCRIPTS = {
+    "block_map.md": (BLOCK_MAP_DATA, "js/block_map.js"),
+    "puzzles.md": ("js/puzzles.js",),
+}
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
 
 
@@ -47,14 +52,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"pictures/{name}", content=content))
     recordings = block_map.block_map_data()
     files.append(File.generated(config, BLOCK_MAP_DATA, content=recordings))
+    for name, file in browser_python.python_files().items():
+        files.append(File.generated(config, name, content=file))
     return files
 
 
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
-    """Load the recordings and their player on the page of the block map, and on no other."""
-    if page.file.src_uri != "block_map.md":
-        return html
-    names = BLOCK_MAP_DATA, "js/block_map.js"
+    """Load the scripts that one page alone needs."""
+    names = SCRIPTS.get(page.file.src_uri, ())
     return html + "".join(f'\n<script src="../{name}"></script>' for name in names)
 
 
@@ -313,6 +318,7 @@ MACROS: dict[str, Callable[..., str]] = {
         option_table.option_pairs,
         operator_table.operator_table,
         block_size_table.block_size_table,
+        browser_python.puzzle_editor,
         parallel_model.parallel_collectives,
         parallel_model.parallel_decodes,
         parallel_model.parallel_limits,

@@ -1,6 +1,7 @@
-"""The site in a browser: accessible in light and dark, nothing cut, and the block map plays."""
+"""The site in a browser: accessible in light and dark, nothing cut, and what can be used works."""
 
 import json
+import queue
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ PAGES = (
     "benchmark",
     "course",
     "options",
+    "puzzles",
     "concepts/paged_attention",
 )
 # what the theme's own markup breaks, on every page of every site
@@ -62,9 +64,19 @@ addEventListener("load", () => setTimeout(async () => {
 """
 
 
+REPORTS: queue.Queue[Any] = queue.Queue()
+"""What pages sent to `/_report`."""
+
+
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Print nothing."""
+
+    def do_POST(self) -> None:
+        """Keep what a page reports."""
+        REPORTS.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.send_response(204)
+        self.end_headers()
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +192,70 @@ def test_the_block_map_plays_steps_and_reacts_to_keys_and_clicks(
     assert request.startswith("Request 0") and "Block-table row" in request
     assert block.startswith("Block ") and "positions" in block
     assert last.startswith("Step 4 of ") and "step=4" in link
+
+
+CHECK_ANSWERS = """<script>
+addEventListener("load", () => setTimeout(async () => {
+  const find = (name) => document.querySelector(`.py-${name}`);
+  const wait = (time) => new Promise((resolve) => setTimeout(resolve, time));
+  const said = [];
+  for (const answer of %s) {
+    if (answer) find("text").value = answer;
+    find("result").dataset.state = "";
+    const began = performance.now();
+    find("check").click();
+    while (find("check").disabled) await wait(50);
+    said.push([find("result").textContent, performance.now() - began]);
+  }
+  fetch("/_report", { method: "POST", body: JSON.stringify(said) });
+}, 300));
+</script>"""
+SLOTS = """def slot_mapping(block_table, context_len, seq_len, start_idx, block_size):
+    return [
+        block_table[p // block_size] * block_size + p % block_size if p >= start_idx else -1
+        for p in range(context_len, seq_len)
+    ]
+"""
+
+
+def test_puzzles_are_checked_in_the_page_without_another_host(
+    address: tuple[Path, str],
+) -> None:
+    folder, url = address
+    if not (folder / "python/pyodide.asm.wasm").exists():
+        pytest.skip("the site was built without a network, so it has no Python")
+    answers = ["", SLOTS, SLOTS.replace(" + p % block_size", ""), "while True: pass"]
+    script = CHECK_ANSWERS % json.dumps(answers)
+    html = (folder / "puzzles/index.html").read_text(encoding="utf-8")
+    (folder / "puzzles/_checked.html").write_text(
+        html.replace("</body>", f"{script}</body>")
+    )
+    assert CHROMIUM is not None
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu"]
+    # every other host is unknown
+    options += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    browser = subprocess.Popen(
+        [CHROMIUM, *options, f"{url}/puzzles/_checked.html"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        said = REPORTS.get(timeout=240)
+    finally:
+        browser.kill()
+        browser.wait()
+    template, right, without_offset, endless = said
+    assert template[0] == "not started"
+    assert right[0] == "solved"
+    assert without_offset[0].startswith("wrong\ninput  block_table = [3]")
+    assert "All tokens of a block get the same slot" in without_offset[0]
+    assert "took more than 5 seconds and was stopped" in endless[0]
+    assert max(right[1], without_offset[1]) < 5000
+
+
+def test_the_python_of_the_site_is_small(address: tuple[Path, str]) -> None:
+    files = (address[0] / "python").iterdir()
+    assert sum(file.stat().st_size for file in files) < 15_000_000
 
 
 @pytest.mark.parametrize("words", ["GQA", "prefix caching", "install"])

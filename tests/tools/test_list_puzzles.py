@@ -1,0 +1,131 @@
+"""Puzzles on nested lists: the same answers are right, and the same mistakes get the same hints."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pagetwin.tools.puzzles import list_check
+from pagetwin.tools.puzzles.check import load
+from pagetwin.tools.puzzles.list_form import (
+    TERMINAL_ONLY,
+    list_form,
+    list_forms,
+    on_lists,
+)
+from pagetwin.tools.puzzles.tasks import PUZZLES
+from puzzles.mistakes import MISTAKES
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
+)
+
+SOLUTIONS = Path(__file__).parent / "puzzles/solutions"
+WITH_LISTS = {
+    puzzle.name: puzzle for puzzle in PUZZLES if puzzle.name not in TERMINAL_ONLY
+}
+OF_TENSORS = ("strides", "dtype", "law")
+"""Hints about what lists do not have."""
+ANSWER = """
+def slot_mapping(block_table, context_len, seq_len, start_idx, block_size):
+    return [
+        block_table[p // block_size] * block_size + p % block_size if p >= start_idx else -1
+        for p in range(context_len, seq_len)
+    ]
+"""
+
+
+@pytest.fixture(scope="module")
+def forms():
+    """Return the list form of each puzzle, as a browser reads it."""
+    return {
+        form["name"]: form for form in json.loads(json.dumps(list_forms()))["puzzles"]
+    }
+
+
+def outcome_of(forms, name, text, tmp_path):
+    """Return the outcome of an answer on tensors, called with lists."""
+    file = tmp_path / f"{name}.py"
+    file.write_text(text)
+    puzzle = WITH_LISTS[name]
+    function = on_lists(puzzle, getattr(load(file), name))
+    return list_check.check_function(forms[name], function, text)
+
+
+@pytest.mark.parametrize("name", WITH_LISTS)
+def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(
+    forms, name, tmp_path
+):
+    text = (SOLUTIONS / f"{name}.py").read_text()
+    assert outcome_of(forms, name, text, tmp_path) == {"status": list_check.SOLVED}
+    template = forms[name]["template"]
+    assert list_check.check(forms[name], template)["status"] == list_check.NOT_STARTED
+    assert "orch" not in template and "ensor(" not in template
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        (name, number)
+        for name in WITH_LISTS
+        for number, (hint, _) in enumerate(MISTAKES[name])
+        if hint not in OF_TENSORS
+    ],
+)
+def test_a_mistake_gets_the_hint_of_the_terminal(forms, name, number, tmp_path):
+    hint, changes = MISTAKES[name][number]
+    text = (SOLUTIONS / f"{name}.py").read_text()
+    for old, new in changes:
+        text = text.replace(old, new)
+    outcome = outcome_of(forms, name, text, tmp_path)
+    assert (outcome["status"], outcome["hint"]) == (list_check.WRONG, hint), outcome
+
+
+def parts_of(forms, old, new):
+    """Return what is shown for a changed answer to the first puzzle."""
+    assert old in ANSWER
+    data = json.dumps(forms["slot_mapping"])
+    return json.loads(list_check.check_text(data, ANSWER.replace(old, new)))
+
+
+def test_what_is_shown_names_the_input_both_answers_and_the_line(forms):
+    assert parts_of(forms, "-1", "-1") == {"status": "solved"}
+    wrong = dict(parts_of(forms, "p % block_size", "0")["parts"])
+    assert wrong["yours"] != wrong["right"]
+    assert wrong["where"][0].startswith("slots at token ")
+    raised = dict(parts_of(forms, "block_table[p ", "block_table[9 + p ")["parts"])
+    assert raised["error"] == [
+        "IndexError: list index out of range",
+        "in line 4: block_table[9 + p // block_size] * block_size + p % block_size if p >="
+        " start_idx else -1",
+    ]
+    misspelt = dict(parts_of(forms, "return [", "return ]")["parts"])
+    assert misspelt["error"][0].startswith("SyntaxError") and misspelt["error"][1]
+    unnamed = dict(parts_of(forms, "def slot_mapping", "def slots")["parts"])
+    assert unnamed["error"] == ["The text defines no function slot_mapping."]
+    nothing = parts_of(forms, "    return [", "    _ = [")
+    assert nothing["hint"] == "count"
+
+
+def test_the_check_in_the_browser_needs_only_the_standard_library():
+    tree = ast.parse(Path(list_check.__file__).read_text())
+    imported = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= sys.stdlib_module_names
+
+
+def test_the_forms_are_small():
+    sizes = [len(json.dumps(list_form(puzzle))) for puzzle in WITH_LISTS.values()]
+    assert max(sizes) < 200_000
