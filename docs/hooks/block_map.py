@@ -84,12 +84,12 @@ def record(block_size: int, caching: bool) -> dict[str, Any]:
             continue
         before = {running_request.request_id for running_request in scheduler.running}
         output = scheduler.schedule()
-        step = _describe(scheduler, output, before)
+        step = describe_step(scheduler, output, before)
         if number >= FORK_STEP and sibling is None:
             sibling = _fork(scheduler, manager)
         if sibling is not None:
             sibling.extend(step)
-        step["blocks"] = _states(manager)
+        step["blocks"] = states_of(manager)
         scheduler.update_from_output(output, next_tokens(output, sequences))
         step["finished"] += [
             str(scheduled.request.request_id)
@@ -105,7 +105,7 @@ def record(block_size: int, caching: bool) -> dict[str, Any]:
     }
 
 
-def _describe(
+def describe_step(
     scheduler: Scheduler, output: SchedulerOutput, before: set[Hashable]
 ) -> Step:
     """Return a step of the scheduler, before it is computed.
@@ -219,10 +219,10 @@ def _idle(manager: BlockManager) -> Step:
         "fresh",
         "finished",
     )
-    return {str(name): [] for name in names} | {"blocks": _states(manager)}
+    return {str(name): [] for name in names} | {"blocks": states_of(manager)}
 
 
-def _states(manager: BlockManager) -> str:
+def states_of(manager: BlockManager) -> str:
     """Return one character per block: 1 to 9 for its reference count, c if cached, . if free."""
     cached = set(manager.cached_blocks())
     return "".join(

@@ -16,6 +16,7 @@ import bench_table
 import block_map
 import block_size_table
 import browser_python
+import engine_page
 import error_examples
 import figures
 import gpu_runs
@@ -41,6 +42,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK_MAP_DATA = "js/block_map_data.js"
 SCRIPTS = {
     "block_map.md": (BLOCK_MAP_DATA, "js/block_map.js"),
+    "ideas/engine.md": (engine_page.ENGINE_DATA, "js/block_map.js"),
     "puzzles.md": ("js/puzzles.js",),
 }
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
@@ -52,6 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"pictures/{name}", content=content))
     recordings = block_map.block_map_data()
     files.append(File.generated(config, BLOCK_MAP_DATA, content=recordings))
+    run = engine_page.engine_data()
+    files.append(File.generated(config, engine_page.ENGINE_DATA, content=run))
     for name, file in browser_python.python_files().items():
         files.append(File.generated(config, name, content=file))
     return files
@@ -60,7 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
     """Load the scripts that one page alone needs."""
     names = SCRIPTS.get(page.file.src_uri, ())
-    return html + "".join(f'\n<script src="../{name}"></script>' for name in names)
+    root = "../" * page.url.count("/")
+    return html + "".join(f'\n<script src="{root}{name}"></script>' for name in names)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
@@ -311,6 +316,8 @@ MACROS: dict[str, Callable[..., str]] = {
         law_table.definition_table,
         law_table.solution,
         law_table.count_of,
+        engine_page.engine_code,
+        engine_page.engine_run,
         error_examples.error_examples,
         option_table.option_arguments,
         option_table.option_runs,

@@ -19,15 +19,21 @@
     const given = new URLSearchParams(location.hash.slice(1));
     const state = { ...DEFAULTS };
     for (const name of Object.keys(state)) if (given.has(name)) state[name] = given.get(name);
-    if (!(recordingName(state) in window.blockMapData)) Object.assign(state, DEFAULTS);
+    if (!only && !(recordingName(state) in window.blockMapData)) Object.assign(state, DEFAULTS);
     state.step = Math.max(0, parseInt(state.step, 10) || 0);
     return state;
   }
 
-  function recordingName(state) { return `${state.size}-${state.caching}`; }
+  /* the one recording of the page, if it has no choice */
+  let only = null;
+
+  function recordingName(state) { return only ?? `${state.size}-${state.caching}`; }
 
   /* Colours repeat after eight requests; the name of a request is always shown as well. */
-  function colourOf(id) { return `owner-${parseInt(id, 10) % COLOURS}`; }
+  function colourOf(id) {
+    const number = parseInt(id, 10);
+    return `owner-${(Number.isNaN(number) ? id.charCodeAt(0) - 97 : number) % COLOURS}`;
+  }
 
   function rangesText(ranges) {
     return ranges.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
@@ -36,6 +42,7 @@
   class BlockMap {
     constructor(root) {
       this.root = root;
+      only = root.dataset.recording ?? null;
       this.state = readState();
       this.timer = null;
       this.build();
@@ -70,8 +77,10 @@
           element("button", { type: "button", "aria-label": "one step back", onclick: () => this.move(-1) }, "\u2039"),
           element("button", { type: "button", "aria-label": "one step forward", onclick: () => this.move(1) }, "\u203a"),
           this.slider,
-          select("size", "block size ", [["16", "16"], ["4", "4"], ["1", "1"]]),
-          select("caching", "prefix caching ", [["1", "on"], ["0", "off"]])),
+          ...(only ? [] : [
+            select("size", "block size ", [["16", "16"], ["4", "4"], ["1", "1"]]),
+            select("caching", "prefix caching ", [["1", "on"], ["0", "off"]]),
+          ])),
         this.status, this.events,
         element("div", { class: "bm-columns" },
           element("div", {}, element("h2", {}, "Running"), this.requests, element("h2", {}, "Waiting"), this.waiting),
@@ -127,8 +136,10 @@
       const { steps, numBlocks, blockSize } = this.recording;
       this.state.step = Math.min(this.state.step, steps.length - 1);
       const step = steps[this.state.step];
-      this.size.value = this.state.size;
-      this.caching.value = this.state.caching;
+      if (!only) {
+        this.size.value = this.state.size;
+        this.caching.value = this.state.caching;
+      }
       this.slider.max = steps.length - 1;
       this.slider.value = this.state.step;
       const tokens = step.running.reduce((sum, each) => sum + each.new, 0);
