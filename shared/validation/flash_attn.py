@@ -1,0 +1,138 @@
+"""What calls of flash-attn's functions may ask for: everything that a twin computes exactly."""
+
+from typing import Any
+
+from torch import Tensor
+
+HINTS = (
+    "deterministic",
+    "num_splits",
+    "pack_gqa",
+    "scheduler_metadata",
+    "sm_margin",
+    "softmax_lse_dtype",
+    "fa_version",
+    "max_seqlen_k_new",
+)
+"""Arguments that change how a call is computed and not what it returns."""
+
+
+def check_axes(count: int, **tensors: Tensor) -> None:
+    """Raise if a tensor has another number of axes."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != count:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected {count} axes"
+            )
+
+
+def check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
+    """Raise if a call asks for dropout or for the weights."""
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout_p = {dropout_p}: there is no dropout, only inference"
+        )
+    if return_attn_probs:
+        raise NotImplementedError(
+            "return_attn_probs = True: weights are never stored; return_softmax_lse = True"
+            " returns the log-sum-exp"
+        )
+
+
+def check_others(function: str, others: dict[str, Any]) -> None:
+    """Raise if further arguments are given that would change the result."""
+    given = [
+        name
+        for name, value in others.items()
+        if name not in HINTS and value is not None and value is not False
+    ]
+    if given:
+        raise NotImplementedError(f"{function} does not take {', '.join(given)}")
+
+
+def read_window(
+    causal: bool, window_size: tuple[int | None, int | None]
+) -> tuple[bool, int | None]:
+    """Return whether a call is causal, and the keys of its window on each side.
+
+    Raises:
+        NotImplementedError: The sides of a window differ, and none is 0.
+        ValueError: It is not a pair.
+    """
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"window_size = {window_size!r:.60}: expected a pair")
+    left, right = (-1 if side is None else side for side in window_size)
+    if causal or right == 0:
+        return True, left + 1 if left >= 0 else None
+    if left < 0 and right < 0:
+        return False, None
+    if left != right:
+        raise NotImplementedError(
+            f"window_size = ({left}, {right}): both sides have to be equal in a call that is not"
+            " causal"
+        )
+    return False, left + 1
+
+
+def check_slopes(slopes: Tensor | None, is_causal: bool) -> None:
+    """Raise if slopes differ between sequences, or would apply to later keys."""
+    if slopes is None:
+        return
+    if slopes.dim() != 1:
+        raise NotImplementedError(
+            f"alibi_slopes has shape {list(slopes.shape)}: expected [query_heads], the same for"
+            " every sequence"
+        )
+    if not is_causal:
+        raise NotImplementedError(
+            "alibi_slopes need a causal call: keys after a query would get their distance with"
+            " another sign"
+        )
+
+
+def check_tables(
+    block_table: Tensor | None, page_table: Tensor | None
+) -> Tensor | None:
+    """Return the block table, by whichever name it came.
+
+    Raises:
+        ValueError: Both names are used.
+    """
+    if block_table is not None and page_table is not None:
+        raise ValueError("block_table and page_table are two names of one argument")
+    return page_table if block_table is None else block_table
+
+
+def check_lengths(
+    table: Tensor | None, key_starts: Tensor | None, used: Tensor | None
+) -> None:
+    """Raise if the numbers of keys are given twice, not at all, or without a table."""
+    if table is None and used is not None:
+        raise ValueError("seqused_k needs a block_table: packed keys have cu_seqlens_k")
+    if table is None and key_starts is None:
+        raise ValueError("cu_seqlens_k = None: packed keys need their starts")
+    if table is not None and (key_starts is None) == (used is None):
+        raise ValueError(
+            "a block_table needs the numbers of keys: cu_seqlens_k or seqused_k, not both"
+        )
+
+
+def check_cache_call(
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_leftpad: Tensor | None,
+    cache_seqlens: int | Tensor | None,
+) -> None:
+    """Raise if a call on a cache asks for a rotation or a padding, or for half of an append."""
+    if rotary_cos is not None or rotary_sin is not None:
+        raise NotImplementedError(
+            "rotary_cos, rotary_sin: rotate q and k before the call; nothing is rotated inside"
+        )
+    if cache_leftpad is not None:
+        raise NotImplementedError("cache_leftpad: keys start at position 0")
+    if (k is None) != (v is None):
+        raise ValueError("k and v are stored together: one of them is None")
+    if k is not None and cache_seqlens is None:
+        raise ValueError("cache_seqlens = None: k and v are stored after those keys")

@@ -1,0 +1,374 @@
+"""The names of flash-attn: results, caches and strides on both twins, and what is not computed."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+from pagetwin.integrations import flash_attn
+from pagetwin.integrations.flash_attn import FlashAttention, install, uninstall
+from pagetwin.integrations.flash_attn.padding import pad_input, unpad_input
+from support.twins import TWINS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HEADS, KV_HEADS, SIZE = 4, 2, 32
+BLOCK = 16
+CALLS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal window": {"causal": True, "window_size": (4, 4)},
+    "causal by its window": {"window_size": (4, 0)},
+    "window on both sides": {"window_size": (3, 3)},
+    "soft cap and scale": {"causal": True, "softcap": 2.0, "softmax_scale": 0.5},
+    "ALiBi": {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])},
+    "sinks": {"causal": True, "s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+}
+
+
+@pytest.fixture(params=TWINS)
+def door(request):
+    """Return the functions on each twin."""
+    return FlashAttention(request.param)
+
+
+def numbers(*shape, seed=0):
+    """Return random numbers, exact in every dtype that is used."""
+    drawn = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn / 8).to(DEVICE)
+
+
+def on_device(arguments):
+    return {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def dense(q, k, v, arguments):
+    """Return attention of one sequence and its log-sum-exp, in float64.
+
+    Args:
+        q: [queries, heads, size], the last positions.
+        k, v: [keys, kv_heads, size].
+        arguments: As the functions take them.
+    """
+    q, k, v = (tensor.double() for tensor in (q, k, v))
+    k, v = (tensor.repeat_interleave(HEADS // KV_HEADS, 1) for tensor in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k)
+    scores = scores * (arguments.get("softmax_scale") or SIZE**-0.5)
+    cap = arguments.get("softcap", 0.0)
+    if cap:
+        scores = cap * (scores / cap).tanh()
+    positions = torch.arange(len(k) - len(q), len(k), device=q.device)[:, None]
+    distance = positions - torch.arange(len(k), device=q.device)
+    if "alibi_slopes" in arguments:
+        slopes = arguments["alibi_slopes"].double().to(q.device)
+        scores = scores - slopes[:, None, None] * distance
+    left, right = arguments.get("window_size", (-1, -1))
+    if arguments.get("causal"):
+        right = 0
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left >= 0:
+        hidden |= distance > left
+    if right >= 0:
+        hidden |= distance < -right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if "s_aux" in arguments:
+        sink = arguments["s_aux"].double().to(q.device)[:, None, None]
+        scores = torch.cat([scores, sink.expand(-1, len(q), 1)], 2)
+        v = torch.cat([v, torch.zeros_like(v[:1])])
+    return torch.einsum("hqk,khd->qhd", scores.softmax(2), v), scores.logsumexp(2)
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_dense_batch(door, name):
+    arguments = on_device(CALLS[name])
+    q = numbers(2, 3, HEADS, SIZE)
+    k, v = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
+    out, lse = door.flash_attn_func(q, k, v, return_softmax_lse=True, **arguments)
+    assert torch.equal(out, door.flash_attn_func(q, k, v, **arguments))
+    for index in range(2):
+        expected, expected_lse = dense(q[index], k[index], v[index], arguments)
+        assert_equal(out[index], expected)
+        assert_equal(lse[index], expected_lse)
+
+
+def test_keys_with_any_strides_are_not_copied(door, monkeypatch):
+    q = numbers(2, 3, HEADS, SIZE)
+    stored = numbers(2, 2, KV_HEADS, 20, SIZE, seed=1)
+    k, v = (part.transpose(1, 2)[:, :9] for part in stored)
+    used = []
+    operation = door.twin.paged_attention
+
+    def watched(query, key_cache, *rest, **named):
+        used.append(key_cache)
+        return operation(query, key_cache, *rest, **named)
+
+    monkeypatch.setattr(door.twin, "paged_attention", watched)
+    out = door.flash_attn_func(q, k, v, causal=True)
+    assert used[0].data_ptr() == k.data_ptr() and used[0].stride() == k.stride()
+    for index in range(2):
+        assert_equal(
+            out[index], dense(q[index], k[index], v[index], {"causal": True})[0]
+        )
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_packed_batch(door, name):
+    arguments = on_device(CALLS[name])
+    q = numbers(6, HEADS, SIZE)
+    k, v = numbers(2, 13, KV_HEADS, SIZE, seed=1)
+    starts = [[0, 2, 2, 6], [0, 5, 8, 13]]
+    q_starts, k_starts = (
+        torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in starts
+    )
+    out, lse = door.flash_attn_varlen_func(
+        q, k, v, q_starts, k_starts, 4, 5, return_softmax_lse=True, **arguments
+    )
+    for index in (0, 2):
+        rows, keys = (slice(*row[index : index + 2]) for row in starts)
+        expected, expected_lse = dense(q[rows], k[keys], v[keys], arguments)
+        assert_equal(out[rows], expected)
+        assert_equal(lse[:, rows], expected_lse)
+
+
+def paged(keys, lengths, seed=0):
+    """Return a cache with NaN in every free slot, its table, and the keys of each request."""
+    order = torch.randperm(8, generator=torch.Generator().manual_seed(seed)).tolist()
+    cache = torch.full((2, 8, BLOCK, KV_HEADS, SIZE), torch.nan, device=DEVICE)
+    table = torch.zeros(len(lengths), 3, dtype=torch.int32)
+    for request, length in enumerate(lengths):
+        for entry in range(-(-(length + 4) // BLOCK)):
+            block = table[request, entry] = order.pop()
+            first = entry * BLOCK
+            count = max(0, min(BLOCK, length - first))
+            cache[:, block, :count] = keys[:, request, first : first + count]
+    return cache, table.to(DEVICE)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("table_name", ["block_table", "page_table"])
+def test_a_packed_batch_over_a_cache(door, name, table_name):
+    arguments = on_device(CALLS[name])
+    lengths = [20, 7]
+    keys = numbers(2, 2, 24, KV_HEADS, SIZE, seed=1)
+    cache, table = paged(keys, lengths)
+    q = numbers(4, HEADS, SIZE)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32, device=DEVICE)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    given = arguments | {table_name: table}
+    out = door.flash_attn_varlen_func(q, *cache, starts, ends, 3, 20, **given)
+    again = door.flash_attn_varlen_func(
+        q,
+        *cache,
+        starts,
+        None,
+        3,
+        20,
+        seqused_k=counts,
+        out=torch.empty_like(q),
+        **given,
+    )
+    assert torch.equal(out, again)
+    for request, rows in enumerate((slice(0, 3), slice(3, 4))):
+        k, v = keys[:, request, : lengths[request]]
+        assert_equal(out[rows], dense(q[rows], k, v, arguments)[0])
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_new_keys_are_stored_and_attended_to(door, name, is_paged):
+    arguments = on_device(CALLS[name])
+    lengths, new = [14, 7], 3
+    keys = numbers(2, 2, 24, KV_HEADS, SIZE, seed=1)
+    q = numbers(2, new, HEADS, SIZE)
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    added = torch.stack(
+        [
+            keys[:, request, length : length + new]
+            for request, length in enumerate(lengths)
+        ],
+        1,
+    )
+    if is_paged:
+        cache, table = paged(keys, lengths)
+        place = {"block_table": table}
+    else:
+        cache = torch.full((2, 5, 24, KV_HEADS, SIZE), torch.nan, device=DEVICE)
+        sequences = torch.tensor([3, 1], dtype=torch.int32, device=DEVICE)
+        for request, sequence in enumerate(sequences.tolist()):
+            end = lengths[request]
+            cache[:, sequence, :end] = keys[:, request, :end]
+        place = {"cache_batch_idx": sequences}
+    out, lse = door.flash_attn_with_kvcache(
+        q,
+        *cache,
+        *added,
+        cache_seqlens=counts,
+        return_softmax_lse=True,
+        **place,
+        **arguments,
+    )
+    assert counts.tolist() == lengths
+    for request, length in enumerate(lengths):
+        k, v = keys[:, request, : length + new]
+        expected, expected_lse = dense(q[request], k, v, arguments)
+        assert_equal(out[request], expected)
+        assert_equal(lse[request], expected_lse)
+    stored = sum(length + new for length in lengths)
+    assert int(cache[0, ..., 0, 0].isfinite().sum()) == stored
+
+
+def test_a_cache_is_read_with_one_length_for_all_or_whole(door):
+    q = numbers(2, 1, HEADS, SIZE)
+    cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
+    whole = door.flash_attn_with_kvcache(q, *cache)
+    part = door.flash_attn_with_kvcache(q, *cache, cache_seqlens=4)
+    for index in range(2):
+        assert_equal(whole[index], dense(q[index], *cache[:, index], {})[0])
+        assert_equal(part[index], dense(q[index], *cache[:, index, :4], {})[0])
+
+
+TENSOR = torch.zeros(1)
+REJECTED = {
+    "dropout": ("flash_attn_func", {"dropout_p": 0.1}, "dropout_p = 0.1"),
+    "weights": ("flash_attn_func", {"return_attn_probs": True}, "never stored"),
+    "one side": ("flash_attn_func", {"window_size": (3, 5)}, r"\(3, 5\)"),
+    "no pair": ("flash_attn_func", {"window_size": 3}, "expected a pair"),
+    "slopes per sequence": (
+        "flash_attn_func",
+        {"causal": True, "alibi_slopes": torch.zeros(2, HEADS)},
+        "the same for every sequence",
+    ),
+    "slopes both ways": (
+        "flash_attn_func",
+        {"alibi_slopes": torch.zeros(HEADS)},
+        "need a causal call",
+    ),
+    "unknown": ("flash_attn_func", {"qv": TENSOR}, "does not take qv"),
+    "rotation": ("flash_attn_with_kvcache", {"rotary_cos": TENSOR}, "rotate q and k"),
+    "left padding": (
+        "flash_attn_with_kvcache",
+        {"cache_leftpad": TENSOR},
+        "start at position 0",
+    ),
+    "half of an append": (
+        "flash_attn_with_kvcache",
+        {"k": numbers(2, 1, KV_HEADS, SIZE), "cache_seqlens": 3},
+        "one of them is None",
+    ),
+    "an append to nothing": (
+        "flash_attn_with_kvcache",
+        {
+            "k": numbers(2, 1, KV_HEADS, SIZE),
+            "v": numbers(2, 1, KV_HEADS, SIZE),
+        },
+        "stored after those keys",
+    ),
+    "two tables": (
+        "flash_attn_with_kvcache",
+        {"block_table": TENSOR, "page_table": TENSOR},
+        "two names of one argument",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_is_not_computed_is_one_sentence_and_stores_nothing(door, name):
+    function, arguments, words = REJECTED[name]
+    q = numbers(2, 1, HEADS, SIZE)
+    cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
+    before = cache.clone()
+    with pytest.raises((NotImplementedError, ValueError), match=words) as raised:
+        getattr(door, function)(q, *cache, **arguments)
+    assert "\n" not in str(raised.value)
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cu_seqlens_k": None}, "need their starts"),
+        ({"seqused_k": TENSOR}, "needs a block_table"),
+        ({"block_table": TENSOR, "seqused_k": TENSOR}, "not both"),
+        ({"block_table": TENSOR, "cu_seqlens_k": None}, "not both"),
+    ],
+)
+def test_numbers_of_keys_are_given_once(door, arguments, words):
+    given = {"cu_seqlens_q": TENSOR, "cu_seqlens_k": TENSOR} | arguments
+    with pytest.raises(ValueError, match=words):
+        door.flash_attn_varlen_func(*numbers(3, 4, HEADS, SIZE), **given)
+
+
+def test_hints_are_taken_and_a_wrong_number_of_axes_is_named(door):
+    q = numbers(2, 1, HEADS, SIZE)
+    cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
+    hints = {"num_splits": 1, "pack_gqa": True, "sm_margin": 0, "qv": None}
+    out = door.flash_attn_with_kvcache(q, *cache, **hints)
+    assert torch.equal(out, door.flash_attn_with_kvcache(q, *cache))
+    with pytest.raises(ValueError, match=r"q has shape \[1, 4, 32\]: expected 4 axes"):
+        door.flash_attn_func(q[0], *cache)
+
+
+def test_padding_is_removed_and_added():
+    values = numbers(2, 4, 3)
+    mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 0]], device=DEVICE)
+    packed, indices, starts, longest, counts = unpad_input(values, mask)
+    assert (starts.tolist(), longest, counts.tolist()) == ([0, 2, 5], 3, [2, 3])
+    assert torch.equal(packed, values[mask.bool()])
+    assert torch.equal(pad_input(packed, indices, 2, 4), values * mask[..., None])
+
+
+@pytest.fixture
+def installed():
+    """Install the reference, and remove it afterwards."""
+    install("reference")
+    yield
+    uninstall()
+
+
+def test_a_program_that_imports_flash_attn_finds_the_functions(installed):
+    import flash_attn as imported
+    from flash_attn.bert_padding import unpad_input as found
+    from flash_attn.flash_attn_interface import flash_attn_varlen_func
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    assert imported.__version__ == f"{flash_attn.API_VERSION}+pagetwin"
+    assert imported.flash_attn_varlen_func == flash_attn_varlen_func
+    assert flash_attn_with_kvcache.__self__.implementation == "reference"
+    assert found is unpad_input
+    install("optimized")
+    assert sys.modules["flash_attn"].__pagetwin__ == "optimized"
+    uninstall()
+    assert "flash_attn" not in sys.modules
+
+
+def test_the_original_keeps_its_place(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn_interface.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="flash_attn_interface is there already"):
+        install()
+    assert "flash_attn" not in sys.modules
+
+
+def test_an_unknown_implementation_installs_nothing():
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        install("flash_attn_of_nobody")
+    assert "flash_attn" not in sys.modules
+
+
+def test_signatures_show_what_callers_look_for():
+    for name in (
+        "flash_attn_func",
+        "flash_attn_varlen_func",
+        "flash_attn_with_kvcache",
+    ):
+        known = inspect.signature(getattr(flash_attn, name)).parameters
+        assert {"softmax_scale", "causal", "window_size", "softcap", "s_aux"} <= set(
+            known
+        )
