@@ -19,6 +19,7 @@ import browser_python
 import engine_page
 import error_examples
 import figures
+import fit_table
 import gpu_runs
 import ladder_table
 import latent_table
@@ -40,9 +41,10 @@ from pagetwin.tools.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
 BLOCK_MAP_DATA = "js/block_map_data.js"
-SCRIPTS = {
+PAGE_SCRIPTS = {
     "block_map.md": (BLOCK_MAP_DATA, "js/block_map.js"),
     "ideas/engine.md": (engine_page.ENGINE_DATA, "js/block_map.js"),
+    "index.md": ("js/fit.js",),
     "puzzles.md": ("js/puzzles.js",),
 }
 CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
@@ -62,10 +64,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
-    """Load the scripts that one page alone needs."""
-    names = SCRIPTS.get(page.file.src_uri, ())
-    root = "../" * page.url.count("/")
-    return html + "".join(f'\n<script src="{root}{name}"></script>' for name in names)
+    """Load a page's own scripts on it, and on no other."""
+    names = PAGE_SCRIPTS.get(page.file.src_uri, ())
+    up = "../" * page.url.count("/")
+    return html + "".join(f'\n<script src="{up}{name}"></script>' for name in names)
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
@@ -319,6 +321,7 @@ MACROS: dict[str, Callable[..., str]] = {
         engine_page.engine_code,
         engine_page.engine_run,
         error_examples.error_examples,
+        fit_table.fit_table,
         option_table.option_arguments,
         option_table.option_runs,
         option_table.option_table,

@@ -203,7 +203,7 @@ def test_code_in_the_documentation_runs(page: Path) -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="the page's tensors are on the host"
 )
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "index.md"], ids=name_of)
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "install.md"], ids=name_of)
 def test_one_word_exchanges_the_twins_in_the_first_example(page: Path) -> None:
     code = python_blocks(page)[0].strip()
     before, call = code[: code.rindex("\npaged_attention(")], "paged_attention("

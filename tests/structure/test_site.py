@@ -257,6 +257,38 @@ def test_the_python_of_the_site_is_small(address: tuple[Path, str]) -> None:
     files = (address[0] / "python").iterdir()
     assert sum(file.stat().st_size for file in files) < 15_000_000
 
+def test_the_slider_of_the_first_page_computes_how_many_requests_fit(
+    address: tuple[Path, str],
+) -> None:
+    folder, url = address
+    script = """<script>
+    addEventListener("load", () => {
+      const slider = document.querySelector("#fit-tokens");
+      const lines = () =>
+        [...document.querySelectorAll(".fit-line b")].map((each) => each.textContent);
+      const said = [slider.value, ...lines()];
+      slider.value = 500;
+      slider.dispatchEvent(new Event("input"));
+      said.push(document.querySelector(".fit output").textContent, ...lines());
+      const report = document.createElement("pre");
+      report.id = "report"; report.textContent = JSON.stringify(said);
+      document.body.append(report);
+    });
+    </script>"""
+    html = (folder / "index.html").read_text(encoding="utf-8")
+    (folder / "_moved.html").write_text(html.replace("</body>", script + "</body>"))
+    found = re.search(r'<pre id="report">(.*?)</pre>', dom(f"{url}/_moved.html"), re.S)
+    assert found is not None
+    # 327,680 slots; 20,480 blocks; 73 blocks each, then 32
+    assert json.loads(unescape(found[1])) == [
+        "1156",
+        "76 requests fit",
+        "280 requests fit",
+        "500",
+        "76 requests fit",
+        "640 requests fit",
+    ]
+
 
 @pytest.mark.parametrize("words", ["GQA", "prefix caching", "install"])
 def test_the_search_index_has(address: tuple[Path, str], words: str) -> None:

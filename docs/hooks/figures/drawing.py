@@ -5,14 +5,26 @@ from collections.abc import Sequence
 from html import escape
 
 Cell = tuple[str, str]
-"""Text of a box, and its class: a, b (two requests), new, off (unused)."""
+"""Text of a box, and its classes.
+
+a, b: two requests, by colour. new: a third colour. off: unused or masked. used: memory that holds
+tokens, of any request. mark: a bold outline in addition, for what is written in this step.
+"""
 
 
 class Drawing:
-    """SVG elements of one figure, and its size."""
+    """SVG elements of one figure, and its size.
 
-    def __init__(self, width: int, height: int, caption: str) -> None:
+    Args:
+        width, height: Size in pixels. Letters are 14 pixels high, so a figure for a screen of 390
+            pixels is 340 wide.
+        caption: Sentences below the figure.
+        alt: What the figure shows, for those who cannot see it. Empty: the caption.
+    """
+
+    def __init__(self, width: int, height: int, caption: str, alt: str = "") -> None:
         self.width, self.height, self.caption = width, height, caption
+        self.alt = alt or caption
         self.parts: list[str] = []
 
     def text(self, x: float, y: float, words: str, kind: str = "label") -> None:
@@ -50,6 +62,12 @@ class Drawing:
         )
         self.parts.append(f'<path d="{path}" class="arrow" marker-end="url(#tip)"/>')
 
+    def side_arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        """Draw an arrow that leaves and arrives horizontally."""
+        middle = (x1 + x2) / 2
+        path = f"M{x1} {y1} C{middle} {y1} {middle} {y2} {x2} {y2}"
+        self.parts.append(f'<path d="{path}" class="arrow" marker-end="url(#tip)"/>')
+
     def svg(self, screen: str = "") -> str:
         """Return the figure as HTML.
 
@@ -67,6 +85,6 @@ class Drawing:
             f'<figure class="{f"drawing {screen}".strip()}" tabindex="0">'
             f'<svg viewBox="0 0 {self.width} {self.height}"'
             f' style="max-width:{self.width}px" role="img"'
-            f' aria-label="{escape(self.caption, quote=True)}">{tip}{parts}'
+            f' aria-label="{escape(self.alt, quote=True)}">{tip}{parts}'
             f"</svg><figcaption>{escape(self.caption)}</figcaption></figure>"
         )

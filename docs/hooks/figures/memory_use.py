@@ -10,69 +10,82 @@ BLOCK_SIZE = 16
 
 
 def draw() -> Drawing:
-    requests = read_trace("azure")
-    d = _drawing(760, 172, requests)
-    d.text(20, 24, "reserved per request", "note")
-    d.text(290, 24, "used", "note")
-    for row, (words, share) in enumerate(_shares(requests)):
-        y = 36 + row * 44
-        d.text(20, y + 21, words, "label")
-        _bar(d, 290, y, 400, share)
-    return d
+    return _draw(760, 12, "hold tokens")
 
 
 def draw_narrow() -> Drawing:
+    return _draw(340, 6, "")
+
+
+def _draw(width: int, margin: int, words: str) -> Drawing:
     requests = read_trace("azure")
-    d = _drawing(340, 214, requests)
-    d.text(10, 20, "used, of what is reserved per request:", "note")
-    for row, (words, share) in enumerate(_shares(requests)):
-        y = 50 + row * 58
-        d.text(10, y - 6, words, "label")
-        _bar(d, 10, y, 264, share)
+    ways = ways_to_reserve(requests)
+    shown = "; ".join(f"{way}: {_percent(share)}" for way, share in ways)
+    d = Drawing(
+        width,
+        20 + 72 * len(ways),
+        f"Share of the reserved slots that hold tokens, over all decode steps of {len(requests):,}"
+        " requests of a real service (Azure LLM inference trace, 2023). Computed from the trace"
+        " when this page is built.",
+        f"Three bars: the share of the reserved slots of the KV cache that hold tokens. {shown}.",
+    )
+    full = width - 2 * margin
+    for row, (way, share) in enumerate(ways):
+        y = 22 + row * 72
+        d.text(margin, y, way, "head")
+        d.box(margin, y + 10, full, 34, "", "off")
+        d.box(margin, y + 10, full * share, 34, "", "used")
+        d.text(margin + 10, y + 32, f"{_percent(share)} {words}".strip(), "inverse")
+        if share < 0.8:
+            d.text(margin + full - 10, y + 32, "empty", "end")
     return d
 
 
-def _drawing(width: int, height: int, requests: list[TraceRequest]) -> Drawing:
-    return Drawing(
-        width,
-        height,
-        f"Share of the reserved memory that holds keys and values, over all decode steps of"
-        f" {len(requests):,} requests of a real chat service (Azure LLM inference trace, 2023)."
-        f" Computed from the trace when this page is built.",
-    )
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
-def _shares(requests: list[TraceRequest]) -> list[tuple[str, float]]:
-    """Return the ways to reserve memory, in words, and the share that each one uses."""
-    longest = max(request.prompt_len + request.output_len for request in requests)
+def ways_to_reserve(requests: list[TraceRequest]) -> list[tuple[str, float]]:
+    """Return the ways to reserve slots, in words, and the share that each one uses."""
+    longest = longest_request(requests)
     ways: tuple[tuple[str, Callable[[int, TraceRequest], int]], ...] = (
-        (f"the longest request ({longest:,} tokens) each", lambda n, r: longest),
+        (f"the longest request, {longest:,} tokens, for each", lambda n, r: longest),
         (
-            "the final length, if it were known",
+            "the final length of each, if it were known",
             lambda n, r: r.prompt_len + r.output_len,
         ),
         (
-            f"blocks of {BLOCK_SIZE} tokens, as they are needed",
+            f"blocks of {BLOCK_SIZE} tokens, when they are needed",
             lambda n, r: -(-n // BLOCK_SIZE) * BLOCK_SIZE,
         ),
     )
     return [(words, used_share(requests, reserve)) for words, reserve in ways]
 
 
-def _bar(d: Drawing, x: float, y: float, width: float, share: float) -> None:
-    d.box(x, y, width, 30, "", "off")
-    d.box(x, y, width * share, 30, "", "a")
-    d.text(x + width + 12, y + 21, f"{share:.1%}", "label")
+def longest_request(requests: list[TraceRequest]) -> int:
+    """Return the tokens of the longest request, prompt and answer."""
+    return max(request.prompt_len + request.output_len for request in requests)
+
+
+def mean_tokens(requests: list[TraceRequest]) -> float:
+    """Return the tokens that a request has in the cache, averaged over all decode steps."""
+    tokens = steps = 0
+    for request in requests:
+        lengths = range(
+            request.prompt_len + 1, request.prompt_len + request.output_len + 1
+        )
+        tokens, steps = tokens + sum(lengths), steps + len(lengths)
+    return tokens / steps
 
 
 def used_share(
     requests: list[TraceRequest], reserve: Callable[[int, TraceRequest], int]
 ) -> float:
-    """Return the tokens in the cache per reserved token, summed over all decode steps.
+    """Return the tokens in the cache per reserved slot, summed over all decode steps.
 
     Args:
         requests: Requests of a trace.
-        reserve: Takes a number of tokens and its request; returns the tokens reserved for it.
+        reserve: Takes a number of tokens and its request; returns the slots reserved for it.
     """
     used = reserved = 0
     for request in requests:

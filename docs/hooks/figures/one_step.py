@@ -37,8 +37,8 @@ class Layout(NamedTuple):
     key: int
 
 
-WIDE = Layout(760, 560, 20, 190, 56, 42, (430, 0), 26, 6, 30)
-NARROW = Layout(340, 726, 8, 130, 48, 54, (8, 26), 24, 3, 22)
+WIDE = Layout(760, 584, 12, 180, 56, 42, (424, 0), 27, 6, 30)
+NARROW = Layout(340, 790, 6, 132, 50, 58, (6, 30), 25, 3, 24)
 
 
 def slots() -> list[int]:
@@ -67,18 +67,28 @@ def draw_narrow() -> Drawing:
 
 
 def _draw(sizes: Layout) -> Drawing:
-    d = Drawing(
-        sizes.width,
-        sizes.height,
-        "One step with two requests: request a decodes its token at position 5, request b computes"
-        " the tokens at positions 2 to 4 of its prompt. Blocks have 4 slots.",
-    )
     batch = tokens()
     kinds = [KINDS[req] for req, _ in batch]
     starts = [sum(NEW[:req]) for req in range(len(NEW) + 1)]
     lengths = [c + n for c, n in zip(CONTEXT, NEW, strict=True)]
+    d = Drawing(
+        sizes.width,
+        sizes.height,
+        "One step with two requests: request a decodes its token at position 5, request b computes"
+        " the tokens at positions 2 to 4 of its prompt. Blocks have 4 slots. A bold outline: new in"
+        " this step.",
+        f"The batch of one step and its tensors: slot_mapping {slots()}, query_start_loc"
+        f" {starts}, seq_lens {lengths}, block_table {[list(row) for row in TABLE]}. Below, the"
+        " KV cache after the write, with the four new tokens at these slots. Below that, four"
+        " output rows: each attends to the keys of its own request up to its own position.",
+    )
     lines: tuple[tuple[str, str, list[object], list[str]], ...] = (
-        ("tokens of the step", "", [f"{'ab'[r]}{p}" for r, p in batch], kinds),
+        (
+            "new tokens",
+            "the batch: one of request a, three of b",
+            [f"{'ab'[r]}{p}" for r, p in batch],
+            [f"{kind} mark" for kind in kinds],
+        ),
         ("positions", "not passed: they follow", [p for _, p in batch], kinds),
         ("slot_mapping", "where each token is written", list(slots()), kinds),
         (
@@ -97,15 +107,15 @@ def _draw(sizes: Layout) -> Drawing:
     for row, (name, words, values, colours) in enumerate(lines):
         y = 22 + row * sizes.pitch
         cells = [(str(v), k) for v, k in zip(values, colours, strict=True)]
-        d.text(sizes.margin, y + 21, name)
+        d.text(sizes.margin, y + 21, name, "head")
         d.row(sizes.left, y, cells, w=sizes.cell, h=30)
         d.text(sizes.note[0], y + 20 + sizes.note[1], words, "note")
     y = 22 + len(lines) * sizes.pitch
-    d.text(sizes.margin, y + 21, "block_table")
+    d.text(sizes.margin, y + 21, "block_table", "head")
     for req, entries in enumerate(TABLE):
         cells = [(str(block), KINDS[req]) for block in entries]
         d.row(sizes.left, y + req * 32, cells, w=sizes.cell, h=30)
-    words = "position p is in block [p // 4], slot p % 4"
+    words = "position p is in block [p // 4], offset p % 4"
     d.text(sizes.note[0], y + 20 + 2.4 * sizes.note[1], words, "note")
     y = _cache(d, sizes, y + 118 + sizes.note[1])
     _outputs(d, sizes, y)
@@ -117,7 +127,7 @@ def _cache(d: Drawing, sizes: Layout, y: float) -> float:
 
     Returns: the place of what comes below.
     """
-    d.text(sizes.margin, y - 22, "KV cache after the write")
+    d.text(sizes.margin, y - 24, "KV cache after the write", "head")
     written = dict(zip(slots(), tokens(), strict=True))
     for block in range(NUM_BLOCKS):
         line, column = divmod(block, sizes.blocks)
@@ -133,25 +143,27 @@ def _cache(d: Drawing, sizes: Layout, y: float) -> float:
                     if position < CONTEXT[req] + NEW[req]:
                         words, kind = f"{'ab'[req]}{position}", KINDS[req]
             left = x + offset * sizes.slot
-            kind = "new" if slot in written else kind
+            kind = f"{kind} mark" if slot in written else kind
             d.box(left, top, sizes.slot, 30, words, kind)
             if slot in written:
-                d.text(left + sizes.slot / 2, top + 46, str(slot), "caption")
-    return top + 110
+                d.text(left + sizes.slot / 2, top + 47, str(slot), "caption")
+    words = "below a new token: its slot"
+    d.text(sizes.margin, top + 70, words, "note")
+    return top + 124
 
 
 def _outputs(d: Drawing, sizes: Layout, y: float) -> None:
     """Draw the output rows, and the keys that each attends to."""
-    d.text(sizes.margin, y - 16, "output rows, and the keys that each attends to")
+    d.text(sizes.margin, y - 16, "output rows, and the keys they attend to", "head")
     for row, (req, position) in enumerate(tokens()):
-        top = y + row * 24
+        top = y + row * 27
         x = sizes.margin + 20
-        d.text(sizes.margin, top + 15, f"{row}", "note")
-        d.box(x, top, sizes.cell, 20, f"{'ab'[req]}{position}", KINDS[req])
+        d.text(sizes.margin, top + 17, f"{row}", "note")
+        d.box(x, top, sizes.cell, 24, f"{'ab'[req]}{position}", f"{KINDS[req]} mark")
         x += sizes.cell + 14
         for key in range(CONTEXT[req] + NEW[req]):
             visible = key <= position
             colour = KINDS[req] if visible else "off"
-            d.box(x + key * sizes.key, top, sizes.key - 2, 20, "", colour)
+            d.box(x + key * sizes.key, top, sizes.key - 3, 24, "", colour)
         x += 6 * sizes.key + 12
-        d.text(x, top + 15, f"keys 0 to {position} of {'ab'[req]}", "note")
+        d.text(x, top + 17, f"keys 0 to {position} of {'ab'[req]}", "note")

@@ -1,4 +1,4 @@
-"""The picture of paged_attention: one request of two new tokens, with the numbers of each step."""
+"""The picture of paged_attention: request b of the step of `one_step`, with all its numbers."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ import torch
 from pagetwin.reference import paged_attention
 
 from .drawing import Drawing
+from .one_step import BLOCK_SIZE, CONTEXT, KINDS, NEW, NUM_BLOCKS, TABLE
 
-BLOCK_SIZE = 2
-BLOCK_TABLE = (5, 1, 3)
-NUM_BLOCKS = 6
-QUERIES = (1.0, 2.0)
+REQUEST = KINDS.index("b")
+ROW = TABLE[REQUEST]
+QUERIES = (1.0, 2.0, 1.0)
 KEYS = (0.0, 1.0, 2.0, 1.0, 0.0)
 VALUES = (10.0, 20.0, 30.0, 40.0, 50.0)
 
@@ -19,10 +19,11 @@ class Layout(NamedTuple):
     """Sizes of the figure: of the whole, and of its parts.
 
     Args:
-        margin: Left edge of the labels.
         table: Left edge of the row of the block table.
-        cache, slot, gap: Left edge of the cache, width of a slot, gap between two blocks.
-        keys: Left edge of the rows with one entry per key.
+        slot: Width of a slot of the request.
+        other: Width of a slot of any other block.
+        gap: Gap between two blocks.
+        keys, cell: Left edge of the rows with one entry per key, and width of an entry.
         lead: Height of a label above what it names. 0: labels are left of it.
     """
 
@@ -30,16 +31,17 @@ class Layout(NamedTuple):
     height: int
     margin: int
     table: int
-    cache: int
     slot: int
+    other: int
     gap: int
     keys: int
+    cell: int
     lead: int
 
 
-WIDE = Layout(760, 640, 20, 196, 108, 46, 14, 196, 0)
-NARROW = Layout(356, 872, 8, 110, 4, 27, 5, 66, 26)
-CELL = 46
+WIDE = Layout(760, 764, 12, 180, 44, 20, 8, 180, 52, 0)
+NARROW = Layout(340, 856, 6, 132, 26, 5, 6, 70, 52, 28)
+PITCH = 36
 
 
 def draw() -> Drawing:
@@ -51,22 +53,27 @@ def draw_narrow() -> Drawing:
 
 
 def _draw(sizes: Layout) -> Drawing:
+    results = ", ".join(f"{output:.2f}" for output in attend()[2])
     d = Drawing(
         sizes.width,
         sizes.height,
-        "Two new tokens of one sequence attend to its five keys. Heads have one element, so a key"
-        " is one number, and the scale is 1. The numbers are computed by pagetwin.reference when"
-        " this page is built.",
+        "The three new tokens of request b attend to its keys. Heads have one element, so a key is"
+        " one number, and the scale is 1. The numbers are computed by pagetwin.reference when this"
+        " page is built. A bold outline: new in this step.",
+        f"Request b has the row {list(ROW)} of the block table. Its five keys and values are"
+        " gathered from these two blocks, in the order of its tokens. Each of three queries gets a"
+        " score per key, later keys are masked, softmax turns the scores into weights, and the"
+        f" weights average the values to the outputs {results}.",
     )
     _table_and_cache(d, sizes)
-    y = _gathered(d, sizes, 234)
-    y = _scores(d, sizes, y + 20)
-    _legend(d, sizes, y)
+    y = _gathered(d, sizes, 230)
+    y = _scores(d, sizes, y)
+    _weights(d, sizes, y)
     return d
 
 
 def attend() -> tuple[list[list[float]], list[list[float]], list[float]]:
-    """Return scores, weights and outputs of both queries."""
+    """Return masked scores, weights and outputs of all queries."""
     scores = torch.tensor(QUERIES)[:, None] * torch.tensor(KEYS)
     first = len(KEYS) - len(QUERIES)
     hidden = torch.arange(len(KEYS)) > torch.arange(first, len(KEYS))[:, None]
@@ -79,14 +86,14 @@ def _outputs() -> list[float]:
     key_cache = torch.full((NUM_BLOCKS, BLOCK_SIZE, 1, 1), torch.nan)
     value_cache = key_cache.clone()
     for position, (key, value) in enumerate(zip(KEYS, VALUES, strict=True)):
-        block, offset = BLOCK_TABLE[position // BLOCK_SIZE], position % BLOCK_SIZE
+        block, offset = ROW[position // BLOCK_SIZE], position % BLOCK_SIZE
         key_cache[block, offset], value_cache[block, offset] = key, value
     out: list[float] = (
         paged_attention(
             torch.tensor(QUERIES)[:, None, None],
             key_cache,
             value_cache,
-            torch.tensor([BLOCK_TABLE], dtype=torch.int32),
+            torch.tensor([ROW], dtype=torch.int32),
             torch.tensor([0, len(QUERIES)], dtype=torch.int32),
             torch.tensor([len(KEYS)], dtype=torch.int32),
             len(QUERIES),
@@ -100,152 +107,140 @@ def _outputs() -> list[float]:
 
 def _table_and_cache(d: Drawing, sizes: Layout) -> None:
     """Draw the request's row of the block table, and the blocks that it names."""
-    d.text(sizes.margin, 50, "block table, the" if not sizes.lead else "block table")
-    d.text(sizes.margin, 68, "request's row")
-    d.row(sizes.table, 36, [(str(block), "a") for block in BLOCK_TABLE], w=44)
-    d.captions(sizes.table, 28, ("0-1", "2-3", "4-5"), w=44)
-    d.text(sizes.table + 3 * 44 + 14, 28, "positions", "note")
-    below = 166 if not sizes.lead else 212
-    d.text(sizes.margin, below, "KV cache")
+    d.text(sizes.margin, 43, "block_table,", "head")
+    d.text(sizes.margin, 61, "row of b", "head")
+    d.row(sizes.table, 32, [(str(block), "b") for block in ROW], w=56)
+    spans = [
+        f"{entry * BLOCK_SIZE}-{(entry + 1) * BLOCK_SIZE - 1}"
+        for entry in range(len(ROW))
+    ]
+    d.captions(sizes.table, 24, spans, w=56)
+    d.text(sizes.table + len(ROW) * 56 + 12, 24, "positions", "note")
+    d.text(sizes.margin, 112, "KV cache", "head")
+    x: float = sizes.margin
     for block in range(NUM_BLOCKS):
-        x = _block_x(sizes, block)
-        d.text(x + sizes.slot, 140, f"block {block}", "caption")
+        width = sizes.slot if block in ROW else sizes.other
+        named = width > 20 or not sizes.lead
+        if named:
+            d.text(x + 2 * width, 138, f"block {block}", "caption")
         for offset in range(BLOCK_SIZE):
-            left = x + offset * sizes.slot
-            position = _position(block, offset)
+            left, position = x + offset * width, _position(block, offset)
             if position is None:
-                d.box(left, 148, sizes.slot, 46, "", "off")
+                other = block in TABLE[1 - REQUEST]
+                used = other and (
+                    TABLE[1 - REQUEST].index(block) * BLOCK_SIZE + offset
+                    < CONTEXT[1 - REQUEST] + NEW[1 - REQUEST]
+                )
+                d.box(left, 146, width, 46, "", KINDS[1 - REQUEST] if used else "off")
                 continue
-            d.box(left, 148, sizes.slot, 46, "", _kind(position))
-            for y, text in (
-                (167, f"k {KEYS[position]:g}"),
-                (185, f"v {VALUES[position]:g}"),
-            ):
-                d.text(left + sizes.slot / 2, y, text, "caption")
-    for entry, block in enumerate(BLOCK_TABLE):
-        x = _block_x(sizes, block) + sizes.slot
-        d.arrow(sizes.table + (entry + 0.5) * 44, 72, x, 126)
+            d.box(left, 146, width, 46, "", _kind(position))
+            for y, number in ((165, KEYS[position]), (184, VALUES[position])):
+                d.text(left + width / 2, y, f"{number:g}", "cell")
+        if block in ROW:
+            start = sizes.table + (ROW.index(block) + 0.5) * 56
+            d.arrow(start, 68, x + 2 * width, 124)
+        x += BLOCK_SIZE * width + sizes.gap
+    words = "in a slot: the key above the value; other blocks are not read"
+    d.text(sizes.margin, 211, words if not sizes.lead else words[:34], "note")
 
 
 def _gathered(d: Drawing, sizes: Layout, y: float) -> float:
     """Draw the keys and values in sequence order. Returns: the place of what comes below."""
-    y += sizes.lead
-    _step(d, sizes, y - 2 - sizes.lead, 1, "gather")
-    right = sizes.keys + len(KEYS) * CELL + 14
+    right = sizes.keys + len(KEYS) * sizes.cell + 14
+    y += 14 + (sizes.lead and sizes.lead + 12)
     if sizes.lead:
-        _right_label(d, sizes, y - 2 - sizes.lead, "position in the sequence")
-        y += 16
+        _step(d, sizes, y - 48, 1, "gather, by position")
     else:
-        d.text(right, y - 8, "position in the sequence", "note")
-    d.captions(sizes.keys, y - 8 + sizes.lead / 8, range(len(KEYS)), w=CELL)
+        _step(d, sizes, y, 1, "gather")
+        d.text(right, y - 6, "position in the sequence", "note")
+    d.captions(sizes.keys, y - 6, range(len(KEYS)), w=sizes.cell)
     for row, (name, numbers) in enumerate((("k", KEYS), ("v", VALUES))):
-        top = y + row * 34
-        d.text(sizes.keys - 22, top + 22, name, "label")
+        top = y + row * PITCH
+        d.text(sizes.keys - 14, top + 21, name, "end")
         cells = [(f"{number:g}", _kind(at)) for at, number in enumerate(numbers)]
-        d.row(sizes.keys, top, cells, w=CELL, h=30)
-    return y + 68
+        d.row(sizes.keys, top, cells, w=sizes.cell, h=30)
+    return _arrow_down(d, sizes, y + 2 * PITCH)
 
 
 def _scores(d: Drawing, sizes: Layout, y: float) -> float:
-    """Draw scores, mask, weights and outputs. Returns: the place of what comes below."""
-    scores, weights, outputs = attend()
-    middle, right = sizes.keys + 2.5 * CELL, sizes.keys + len(KEYS) * CELL + 14
-    d.arrow(middle, y - 20, middle, y - 4)
+    """Draw the masked scores. Returns: the place of what comes below."""
+    scores, _, _ = attend()
+    right = sizes.keys + len(KEYS) * sizes.cell + 14
+    _step(d, sizes, y, 2, "scores, q * k")
     if sizes.lead:
-        _step(d, sizes, y, 2, "scale * q @ k")
-        d.text(sizes.margin + 150, y + 20, "3", "strong")
-        d.text(sizes.margin + 164, y + 20, "mask", "label")
+        d.text(sizes.margin + 130, y + 20, "3", "strong")
+        d.text(sizes.margin + 142, y + 20, "mask", "head")
     else:
-        _step(d, sizes, y, 2, "scale * q @ k")
-        _step(d, sizes, y + 28, 3, "mask")
+        _step(d, sizes, y + PITCH, 3, "mask")
     y += sizes.lead
     for row, query in enumerate(QUERIES):
-        top = y + row * 36
-        d.text(sizes.keys - 50, top + 22, f"q = {query:g}", "label")
+        top = y + row * PITCH
+        d.text(sizes.keys - 14, top + 21, f"q = {query:g}", "end")
         cells = [
             ("-inf", "off") if score == float("-inf") else (f"{score:g}", _kind(at))
             for at, score in enumerate(scores[row])
         ]
-        d.row(sizes.keys, top, cells, w=CELL, h=30)
+        d.row(sizes.keys, top, cells, w=sizes.cell, h=30)
         if not sizes.lead:
-            d.text(right, top + 20, _whose(row), "note")
-    d.arrow(middle, y + 72, middle, y + 100)
-    y += 104
+            words = f"the token at position {len(KEYS) - len(QUERIES) + row}"
+            d.text(right, top + 20, words, "note")
+    return _arrow_down(d, sizes, y + len(QUERIES) * PITCH)
+
+
+def _weights(d: Drawing, sizes: Layout, y: float) -> None:
+    """Draw weights and outputs."""
+    _, weights, outputs = attend()
+    right = sizes.keys + len(KEYS) * sizes.cell + 14
     _step(d, sizes, y, 4, "softmax")
     if sizes.lead:
-        _right_label(d, sizes, y, "the sum of a row is 1")
+        d.text(sizes.margin + 110, y + 20, "the sum of a row is 1", "note")
     y += sizes.lead
     for row in range(len(QUERIES)):
-        top = y + row * 36
+        top = y + row * PITCH
         cells = [
             (f"{weight:.2f}", "off" if not weight else _kind(at))
             for at, weight in enumerate(weights[row])
         ]
-        d.row(sizes.keys, top, cells, w=CELL, h=30)
+        d.row(sizes.keys, top, cells, w=sizes.cell, h=30)
         if not sizes.lead:
             d.text(right, top + 20, "sum 1", "note")
-    d.arrow(middle, y + 72, middle, y + 100)
-    y += 104
-    _step(d, sizes, y, 5, "weights @ v")
-    y += sizes.lead
-    pitch = 36 if not sizes.lead else 66
-    for row in range(len(QUERIES)):
-        top = y + row * pitch
-        d.box(sizes.keys, top, 2 * CELL, 30, f"{outputs[row]:.2f}", "new")
+    y = _arrow_down(d, sizes, y + len(QUERIES) * PITCH)
+    _step(d, sizes, y, 5, "weights * v, summed")
+    y += 28
+    for row, output in enumerate(outputs):
+        top = y + row * PITCH
+        d.box(sizes.keys, top, 2 * sizes.cell, 30, f"{output:.2f}", "b mark")
+        left = sizes.keys + 2 * sizes.cell + 14
         products = [
-            f"{weight:.3f} * {value:g}"
+            f"{weight:.2f} * {value:g}"
             for weight, value in zip(weights[row], VALUES, strict=True)
             if weight
         ]
-        left = sizes.keys + 2 * CELL + 14
-        if not sizes.lead:
-            d.text(left, top + 20, f"= {' + '.join(products)}", "note")
-            continue
-        d.text(left, top + 12, f"= {' + '.join(products[:2])}", "note")
-        for line in range(2, len(products), 2):
-            words = " + ".join(products[line : line + 2])
-            d.text(left, top + 12 + 9 * line, f"+ {words}", "note")
-    return y + 2 * pitch + 10
+        words = f"= {' + '.join(products)}"
+        if sizes.lead:
+            words = f"output of position {len(KEYS) - len(QUERIES) + row}"
+        d.text(left, top + 20, words, "note")
 
 
-def _legend(d: Drawing, sizes: Layout, y: float) -> None:
-    """Draw what the colours mean."""
-    for number, (x, kind, words) in enumerate(
-        (
-            (20, "a", "cached before this step"),
-            (210, "new", "new in this step"),
-            (370, "off", "masked, or a slot that the request does not use"),
-        )
-    ):
-        left, top = (x, y) if not sizes.lead else (sizes.margin, y + 24 * number)
-        d.box(left, top, 18, 18, "", kind)
-        d.text(left + 26, top + 14, words, "note")
+def _arrow_down(d: Drawing, sizes: Layout, y: float) -> float:
+    """Draw an arrow from one step to the next. Returns: the place of the next step."""
+    middle = sizes.keys + len(KEYS) / 2 * sizes.cell
+    d.arrow(middle, y - 2, middle, y + 20)
+    return y + 26
 
 
 def _step(d: Drawing, sizes: Layout, y: float, number: int, words: str) -> None:
-    d.text(sizes.margin + 6, y + 20, f"{number}", "strong")
-    d.text(sizes.margin + 18, y + 20, words, "label")
-
-
-def _right_label(d: Drawing, sizes: Layout, y: float, words: str) -> None:
-    d.text(sizes.margin + 110, y + 20, words, "note")
-
-
-def _whose(row: int) -> str:
-    return f"the token at position {len(KEYS) - len(QUERIES) + row}"
+    d.text(sizes.margin + 5, y + 20, f"{number}", "strong")
+    d.text(sizes.margin + 18, y + 20, words, "head")
 
 
 def _kind(position: int) -> str:
-    return "new" if position >= len(KEYS) - len(QUERIES) else "a"
-
-
-def _block_x(sizes: Layout, block: int) -> float:
-    return sizes.cache + block * (2 * sizes.slot + sizes.gap)
+    return "b mark" if position >= len(KEYS) - len(QUERIES) else "b"
 
 
 def _position(block: int, offset: int) -> int | None:
     """Return the position whose key is in a slot; None if the slot is not used."""
-    if block not in BLOCK_TABLE:
+    if block not in ROW:
         return None
-    position = BLOCK_TABLE.index(block) * BLOCK_SIZE + offset
+    position = ROW.index(block) * BLOCK_SIZE + offset
     return position if position < len(KEYS) else None
