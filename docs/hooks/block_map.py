@@ -101,8 +101,31 @@ def record(block_size: int, caching: bool) -> dict[str, Any]:
         "blockSize": block_size,
         "numBlocks": manager.num_blocks,
         "prompts": [arriving.prompt_len for arriving in trace],
+        "colours": colours_of(steps),
         "steps": steps,
     }
+
+
+def colours_of(steps: list[Step]) -> dict[str, int]:
+    """Return the number of each request's colour, from 0.
+
+    From its first step to its last, no other request has it, so two colours on the page are two
+    requests.
+    """
+    last = {
+        request["id"]: number
+        for number, step in enumerate(steps)
+        for request in step["running"]
+    }
+    colours: dict[str, int] = {}
+    for number, step in enumerate(steps):
+        for request in step["running"]:
+            if request["id"] not in colours:
+                taken = {colours[name] for name in colours if last[name] >= number}
+                colours[request["id"]] = next(
+                    colour for colour in range(len(last)) if colour not in taken
+                )
+    return colours
 
 
 def describe_step(

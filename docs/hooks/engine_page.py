@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
-from block_map import describe_step, states_of
+from block_map import colours_of, describe_step, states_of
 from pagetwin import reference
 from pagetwin.contract.scheduler_classes import Request, SchedulerOutput
 from pagetwin.examples import small_engine
@@ -69,6 +69,7 @@ def engine_data() -> str:
         "blockSize": small_engine.SIZES.block_size,
         "numBlocks": small_engine.SIZES.num_blocks,
         "prompts": [len(prompt) for prompt in prompts.values()],
+        "colours": colours_of(steps),
         "steps": steps,
     }
     return f"window.blockMapData = {json.dumps({'engine': recording})};\n"

@@ -37,6 +37,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from pagetwin import examples, reference
 from pagetwin.contract import operations
+from pagetwin.tools import palette
 from pagetwin.tools.replay import settings, step
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,8 @@ CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pictures that are drawn from records of runs."""
+    """Add the palette, and the pictures that are drawn from records of runs."""
+    files.append(File.generated(config, "css/palette.css", content=palette.css()))
     for name, content in bench_table.bench_plots().items():
         files.append(File.generated(config, f"pictures/{name}", content=content))
     recordings = block_map.block_map_data()

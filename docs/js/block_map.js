@@ -2,7 +2,6 @@
    this file only draws it. */
 (function () {
   "use strict";
-  const COLOURS = 8;
   const DEFAULTS = { size: "16", caching: "1", step: 0, request: "", block: "" };
 
   function element(tag, attributes, ...children) {
@@ -29,12 +28,6 @@
 
   function recordingName(state) { return only ?? `${state.size}-${state.caching}`; }
 
-  /* Colours repeat after eight requests; the name of a request is always shown as well. */
-  function colourOf(id) {
-    const number = parseInt(id, 10);
-    return `owner-${(Number.isNaN(number) ? id.charCodeAt(0) - 97 : number) % COLOURS}`;
-  }
-
   function rangesText(ranges) {
     return ranges.map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`)).join(", ");
   }
@@ -50,6 +43,9 @@
       window.addEventListener("hashchange", () => { this.state = readState(); this.show(); });
       document.addEventListener("keydown", (event) => this.onKey(event));
     }
+
+    /* No two requests of one step have the same colour; the name is always shown as well. */
+    colourOf(id) { return `owner-${this.recording.colours[id]}`; }
 
     get recording() { return window.blockMapData[recordingName(this.state)]; }
 
@@ -169,7 +165,7 @@
         const kind = !each.new ? "no tokens in this step" : each.computed >= each.prompt ? "decode" : `prefill, ${each.new} tokens`;
         const chosen = this.state.request === each.id;
         return element("button", {
-          type: "button", class: `bm-request ${colourOf(each.id)}`, "aria-pressed": chosen, "data-request": each.id,
+          type: "button", class: `bm-request ${this.colourOf(each.id)}`, "aria-pressed": chosen, "data-request": each.id,
           onclick: () => this.set({ request: chosen ? "" : each.id, block: "" }),
         }, element("b", {}, `request ${each.id}`), ` ${each.computed + each.new} tokens, ${kind}`);
       }));
@@ -197,7 +193,7 @@
         const held = holders.get(block) || [];
         const state = step.blocks[block];
         const kinds = ["bm-block"];
-        if (held.length) kinds.push(colourOf(held[0]));
+        if (held.length) kinds.push(this.colourOf(held[0]));
         if (held.length > 1) kinds.push("shared");
         if (!held.length && state === "c") kinds.push("cached");
         if (written.has(block)) kinds.push("written");

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pagetwin.tools import palette
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -19,6 +20,7 @@ FIGURES = sorted(
     for path in (DOCS / "hooks/figures").glob("*.py")
     if path.stem not in ("__init__", "drawing")
 )
+SCHEMES = {"light": palette.LIGHT, "dark": palette.DARK}
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision
 # Deficiency", 2009: complete lack of one kind of cones, in linear RGB
 VISION = {
@@ -47,13 +49,6 @@ def hooks() -> Any:
     sys.path.insert(0, str(DOCS / "hooks"))
     yield importlib.import_module
     sys.path.pop(0)
-
-
-def palette(scheme: str) -> dict[str, str]:
-    """Return the colours of a scheme, "default" or "slate", by name."""
-    text = (DOCS / "css/palette.css").read_text(encoding="utf-8")
-    part = text.split(f'[data-md-color-scheme="{scheme}"] {{')[1].split("}")[0]
-    return dict(re.findall(r"--pt-([\w-]+): (#\w{6});", part))
 
 
 def linear(colour: str) -> list[float]:
@@ -150,21 +145,21 @@ def test_the_time_that_paging_costs_is_in_the_record(hooks: Any) -> None:
     assert f"H200, {run['machine']['date'][:10]}" in page
 
 
-@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_that_tell_things_apart_differ_for_every_vision(
     scheme: str, vision: str
 ) -> None:
-    colours = palette(scheme)
+    colours = SCHEMES[scheme]
     for end, least in (("", 12), ("-line", 12)):
         for one, other in combinations(("a", "b", "new", "off"), 2):
             pair = [lab(colours[name + end], vision) for name in (one, other)]
             assert math.dist(*pair) >= least, (one + end, other + end)
 
 
-@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_text_and_outlines_of_figures_have_contrast(scheme: str) -> None:
-    colours = palette(scheme)
+    colours = SCHEMES[scheme]
     for kind in ("a", "b", "new", "off"):
         assert contrast(colours["ink"], colours[kind]) >= 4.5
         if kind != "off":
@@ -174,13 +169,42 @@ def test_text_and_outlines_of_figures_have_contrast(scheme: str) -> None:
 
 
 def test_both_schemes_define_the_same_colours() -> None:
-    assert palette("default").keys() == palette("slate").keys()
+    assert palette.LIGHT.keys() == palette.DARK.keys()
 
 
-def test_no_other_file_defines_a_colour_of_the_palette() -> None:
-    for path in (*(DOCS / "css").glob("*.css"), *(DOCS / "hooks").rglob("*.py")):
-        if path.name != "palette.css":
-            assert "--pt-a:" not in path.read_text(encoding="utf-8"), path
+@pytest.mark.parametrize("vision", VISION)
+def test_requests_differ_for_every_vision(vision: str) -> None:
+    for one, other in combinations(palette.REQUESTS, 2):
+        assert math.dist(lab(one, vision), lab(other, vision)) >= 12, (one, other)
+
+
+def test_requests_that_run_in_one_step_have_different_colours(hooks: Any) -> None:
+    recording = hooks("block_map").record(16, True)
+    colours = recording["colours"]
+    for step in recording["steps"]:
+        shown = [colours[request["id"]] for request in step["running"]]
+        assert len(set(shown)) == len(shown)
+        assert all(colour < len(palette.REQUESTS) for colour in shown)
+
+
+@pytest.mark.parametrize("color", palette.REQUESTS)
+def test_the_name_of_a_request_has_contrast_on_its_colour(color: str) -> None:
+    assert contrast(color, palette.LIGHT["ink"]) >= 3
+
+
+def test_colours_are_defined_in_the_palette_and_nowhere_else() -> None:
+    """Code and syntax colours of the theme are its own; a picture takes every colour from here."""
+    files = [
+        *(DOCS / "hooks").rglob("*.py"),
+        *(DOCS / "js").glob("*.js"),
+        ROOT / "shared/tools/bench/plot.py",
+        ROOT / "shared/tools/replay/pictures.py",
+    ]
+    for path in files:
+        assert not re.search(r"#[0-9a-f]{6}\b", path.read_text(encoding="utf-8")), path
+    styles = (DOCS / "css/pagetwin.css").read_text(encoding="utf-8")
+    for name in re.findall(r"(--[\w-]+): #", styles):
+        assert name.startswith("--md-"), name
 
 
 def drawings(hooks: Any, name: str) -> list[Any]:

@@ -11,32 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ..files import whole_file
+from ..palette import DARK, LIGHT, SERIES, plot_style
 from .tables import timed_names
 
-LIGHT = {
-    "ink": "#1f2933",
-    "quiet": "#66717e",
-    "line": "#d9dee5",
-    "grid": "#edf0f4",
-    "page": "#ffffff",
-    "ours": "#2f6fb0",
-}
-DARK = {
-    "ink": "#e8ebee",
-    "quiet": "#a4adb6",
-    "line": "#4a535e",
-    "grid": "#2a323b",
-    "page": "#16202a",
-    "ours": "#6aa5dc",
-}
-MARKERS = {
-    "fa3": ("#e08a2e", "o"),
-    "flashinfer": ("#4d9a6a", "s"),
-    "vllm": ("#c8414b", "^"),
-    "xformers": ("#8a63b8", "v"),
-    "torch-flash": ("#8b95a1", "P"),
-    "torch-cudnn": ("#b08968", "X"),
-}
+MARKERS = dict(
+    zip(
+        ("fa3", "flashinfer", "vllm", "xformers", "torch-flash", "torch-cudnn"),
+        zip(SERIES, "os^vPX", strict=True),
+        strict=True,
+    )
+)
 
 
 def write_plots(record: Mapping[str, Any], path: Path) -> list[Path]:
@@ -60,24 +44,7 @@ def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style: Any = {
-        "font.family": "DejaVu Sans",
-        "font.size": 9.5,
-        "axes.facecolor": colors["page"],
-        "axes.edgecolor": colors["line"],
-        "axes.labelcolor": colors["ink"],
-        "axes.titlecolor": colors["ink"],
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": colors["grid"],
-        "xtick.color": colors["quiet"],
-        "ytick.color": colors["quiet"],
-        "text.color": colors["ink"],
-        "legend.frameon": False,
-        "svg.hashsalt": "pagetwin",
-    }
+    style: Any = plot_style(colors, font_size=9.5)
     rows = [
         workload
         for workload in record["workloads"]
@@ -89,7 +56,7 @@ def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
         title = f"{record['machine']['device']}, {record['machine']['date'][:10]}"
         if record["meaningless"]:
             title = "tiny workloads in an interpreter: these times have no meaning"
-        figure.suptitle(title, x=0.01, ha="left", color=colors["quiet"])
+        figure.suptitle(title, x=0.01, ha="left", color=colors["faint"])
         if record["ceilings"] is None:
             _draw_shares(figure.subplots(), record, rows, colors)
         else:
@@ -129,7 +96,7 @@ def _draw_roofline(
         color=colors["ink"],
     )
     for _, intensity, ours in dots:
-        axes.plot(intensity, ours["tflop_per_s"], "o", ms=6, color=colors["ours"])
+        axes.plot(intensity, ours["tflop_per_s"], "o", ms=6, color=colors["a-line"])
     for numbers, intensity, speed in _neighbours(dots):
         is_high = speed > peak / 3
         axes.annotate(
@@ -139,7 +106,7 @@ def _draw_roofline(
             textcoords="offset points",
             ha="center" if is_high else "left",
             fontsize=8.5,
-            color=colors["quiet"],
+            color=colors["faint"],
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -193,9 +160,9 @@ def _draw_shares(
         for name, us in times.items():
             seen.add(name)
             if name == "ours":
-                axes.barh(row, best / us, 0.62, color=colors["ours"], label="")
+                axes.barh(row, best / us, 0.62, color=colors["a-line"], label="")
                 continue
-            color, marker = MARKERS.get(name, (colors["quiet"], "D"))
+            color, marker = MARKERS.get(name, (colors["faint"], "D"))
             axes.plot(
                 best / us,
                 row,
@@ -238,9 +205,9 @@ def _legend(
     handles: list[Any] = []
     for name in names:
         if name == "ours":
-            handles.append(Patch(facecolor=colors["ours"], label="ours"))
+            handles.append(Patch(facecolor=colors["a-line"], label="ours"))
             continue
-        color, marker = MARKERS.get(name, (colors["quiet"], "D"))
+        color, marker = MARKERS.get(name, (colors["faint"], "D"))
         handles.append(Line2D([], [], marker=marker, ls="", color=color, label=name))
     if record["published"] is not None:
         handles.append(

@@ -7,37 +7,23 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import ListedColormap, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from ..palette import LIGHT, REQUESTS, SERIES, plot_style
 from .run import CACHED, FREE, StepRecord
 
-INK, QUIET, LINE = "#1f2933", "#7b8794", "#d9dee5"
-BLUE, ORANGE, GREEN, RED = "#2f6fb0", "#e08a2e", "#4d9a6a", "#c8414b"
-GREY = "#c3cad3"
-COLOR_OF_TWIN = (BLUE, ORANGE, GREEN, "#8a63b8")
+INK, QUIET, LINE = LIGHT["ink"], LIGHT["faint"], LIGHT["line"]
+BLUE, GREY, PALE = LIGHT["a-line"], LIGHT["off-line"], LIGHT["off"]
+ORANGE, GREEN, RED = REQUESTS[1], SERIES[1], SERIES[0]
+COLOR_OF_TWIN = (BLUE, ORANGE, GREEN, SERIES[2])
 
 MAX_ROWS, MAX_COLUMNS, MAX_LARGE_DOTS = 400, 1200, 2500
 
-STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 10,
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#edf0f4",
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
-    "text.color": INK,
-    "legend.frameon": False,
-    "svg.hashsalt": "pagetwin",
-}
+STYLE: Any = plot_style(LIGHT, font_size=10)
 
 
 def draw_holders(records: Sequence[StepRecord]) -> str:
@@ -49,7 +35,7 @@ def draw_holders(records: Sequence[StepRecord]) -> str:
     holders = holders[::rows, ::columns]
     # every shared block is marked, also in a row that is not drawn
     where, when = shared[:, ::columns].nonzero()
-    palette = ListedColormap(["#ffffff", "#e6eaef", *_request_colors()])
+    palette = ListedColormap([LIGHT["page"], PALE, *_request_colors()])
     num_colors = len(_request_colors())
     picture = np.where(
         holders >= 0, 2 + holders % num_colors, np.where(holders == CACHED, 1, 0)
@@ -88,7 +74,7 @@ def draw_holders(records: Sequence[StepRecord]) -> str:
                 ),
                 Patch(facecolor="white", label="...", alpha=0),
                 Line2D([], [], marker="o", ls="", ms=4, color=INK, label="shared"),
-                Patch(facecolor="#e6eaef", label="cached"),
+                Patch(facecolor=PALE, label="cached"),
                 Patch(facecolor="white", edgecolor=LINE, label="free"),
             ],
         )
@@ -298,11 +284,14 @@ def _color(twin: int) -> str:
 
 
 def _request_colors() -> list[Any]:
-    # consecutive requests get clearly different colours
-    table: Any = matplotlib.colormaps["tab20"]
-    colors = [*table.colors[0::2], *table.colors[1::2]]
-    # grey is the colour of cached blocks
-    return [color for color in colors if max(color) - min(color) > 0.1]
+    """Return eighteen fills: the nine of the palette, then the same ones mixed with ink."""
+    colors = [to_rgb(color) for color in REQUESTS]
+    ink = to_rgb(INK)
+    mixed = [
+        tuple(0.6 * part + 0.4 * dark for part, dark in zip(color, ink, strict=True))
+        for color in colors
+    ]
+    return [*colors, *mixed]
 
 
 def _stride(count: int, maximum: int) -> int:
