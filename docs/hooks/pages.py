@@ -30,6 +30,7 @@ import option_table
 import parallel_model
 import serving_table
 import side_by_side as twins
+import source_files
 import verdict_table
 import version_table
 from mkdocs.config.defaults import MkDocsConfig
@@ -56,6 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "css/palette.css", content=palette.css()))
     for name, content in bench_table.bench_plots().items():
         files.append(File.generated(config, f"pictures/{name}", content=content))
+    for name, content in source_files.source_pages().items():
+        files.append(File.generated(config, name, content=content))
     recordings = block_map.block_map_data()
     files.append(File.generated(config, BLOCK_MAP_DATA, content=recordings))
     run = engine_page.engine_data()
@@ -72,8 +75,13 @@ def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
     return html + "".join(f'\n<script src="{up}{name}"></script>' for name in names)
 
 
-def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     """Replace every macro call in a page. An unknown name ends the build."""
+    if page.file.src_uri == "course.md":
+        markdown = source_files.linked_course(markdown)
+    if "{{ code(" in markdown or page.file.src_uri == "block_map.md":
+        # two columns of code take the place of the table of contents
+        page.meta.setdefault("hide", ["toc"])
 
     def replaced(found: re.Match[str]) -> str:
         name, argument = found[1], found[2]

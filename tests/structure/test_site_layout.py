@@ -1,0 +1,60 @@
+"""The site's order: short lists, and the course leads to the files that it names."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MOST_ENTRIES = 12
+
+
+@pytest.fixture
+def source_files() -> Iterator[Any]:
+    """Return the module that links the course to files."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    yield importlib.import_module("source_files")
+    sys.path.pop(0)
+
+
+def lists(entries: list[Any], name: str) -> Iterator[tuple[str, int]]:
+    """Yield the name of each list of the navigation, and how many entries it has."""
+    yield name, len(entries)
+    for entry in entries:
+        for title, inner in entry.items():
+            if isinstance(inner, list):
+                yield from lists(inner, title)
+
+
+def test_no_list_of_the_navigation_has_more_entries_than_can_be_read_at_once() -> None:
+    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed")
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    tabs = yaml.safe_load(text[text.index("\nnav:") :])["nav"]
+    assert len(tabs) <= 7
+    for name, count in lists(tabs, "tabs"):
+        assert count <= MOST_ENTRIES, f"{name} has {count} entries"
+
+
+def test_every_file_of_the_course_is_a_link_to_its_page(source_files: Any) -> None:
+    course = (ROOT / "docs/course.md").read_text(encoding="utf-8")
+    linked = source_files.linked_course(course)
+    text = re.sub(r"```.*?```", "", linked, flags=re.S)
+    pages = source_files.source_pages()
+    links = re.findall(r"\[`[\w./]+`\]\((files/[\w/.]+)(?:#__line-0-(\d+))?\)", text)
+    assert {target for target, _ in links} == set(pages)
+    assert not re.search(r"(?<!\[)`[\w./]+\.py`", text.split("## The exercise")[0])
+    for target, line in links:
+        code = pages[target].split("```python\n", 1)[1].splitlines()
+        assert not line or re.match(r" *(def|class) ", code[int(line) - 1]), target
+
+
+def test_a_name_is_linked_only_where_its_file_defines_it(source_files: Any) -> None:
+    path = ROOT / "reference/cache/slot_mapping.py"
+    assert "slot_mapping.md#__line-0-" in source_files._link(
+        "compute_slot_mapping", path
+    )
+    assert source_files._link("schedule", path) == "`schedule`"
