@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...contract.cache_formats import TENSOR_SCALE_DTYPES
-from ...contract.graph_classes import AttentionCGSupport
+from ...contract.graph_support import AttentionCGSupport
 from ...contract.kinds import CACHE_DTYPES, HOST, AttentionType
 from ...contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ...contract.shapes import Key, KVCache, Output, Query, Value

@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from ...contract.argument_types import typed
-from ...contract.graph_classes import (
+from ...contract.graph_support import AttentionCGSupportInfo, GroupSupport
+from ...contract.v0.graph_classes import (
     CAPTURE_VALUES,
-    AttentionCGSupportInfo,
     CapturedStep,
     GraphInputBuffers,
-    GroupSupport,
     buffer_names,
 )
-from ...contract.sequence_classes import SequenceAttentionMetadata
+from ...contract.v0.sequence_classes import SequenceAttentionMetadata
 from ...validation import values_checked
-from ...validation.graph import (
+from ...validation.v0.graph import (
     check_can_record,
     check_refill,
     check_step_inputs,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
-from ...contract.sequence_classes import (
+from ...contract.v0.sequence_classes import (
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
     SequenceGroup,
@@ -24,7 +24,7 @@ from ...reference.v0.sequence_metadata import (
     is_block_tables_empty as is_block_tables_empty,
 )
 from ...validation import check_block_rows
-from ...validation.sequences import (
+from ...validation.v0.sequences import (
     check_builder_sizes,
     check_rows_padded,
     check_seq_group,

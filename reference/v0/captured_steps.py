@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...contract.argument_types import typed
-from ...contract.graph_classes import CapturedStep, GraphInputBuffers, buffer_names
-from ...contract.sequence_classes import SequenceAttentionMetadata
+from ...contract.v0.graph_classes import CapturedStep, GraphInputBuffers, buffer_names
+from ...contract.v0.sequence_classes import SequenceAttentionMetadata
 from ...validation import check_positive
-from ...validation.graph import (
+from ...validation.v0.graph import (
     check_capture_size,
     check_captured,
     check_capturing,

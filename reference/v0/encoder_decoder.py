@@ -8,9 +8,9 @@ step's metadata holds the lengths of both sides, and the attention type selects 
 
 from ...contract.argument_types import typed
 from ...contract.kinds import AttentionType
-from ...contract.sequence_classes import SequenceAttentionMetadata
 from ...contract.shapes import BlockTable, TokenCounts
-from ...validation.sequences import (
+from ...contract.v0.sequence_classes import SequenceAttentionMetadata
+from ...validation.v0.sequences import (
     check_attn_type,
     check_encoder_fields,
     check_encoder_only_prompt,

@@ -16,16 +16,15 @@ from collections.abc import Set as AbstractSet
 from torch import Tensor
 
 from ...contract.argument_types import typed
-from ...contract.graph_classes import (
+from ...contract.graph_support import AttentionCGSupportInfo, GroupSupport
+from ...contract.v0.graph_classes import (
     CAPTURE_VALUES,
-    AttentionCGSupportInfo,
     CapturedStep,
     GraphInputBuffers,
-    GroupSupport,
     buffer_names,
 )
-from ...contract.sequence_classes import SequenceAttentionMetadata
-from ...validation.graph import (
+from ...contract.v0.sequence_classes import SequenceAttentionMetadata
+from ...validation.v0.graph import (
     check_refill,
     check_step_inputs,
     check_step_output,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...contract.argument_types import typed
 from ...contract.kinds import HOST, PAD_SLOT_ID
-from ...contract.sequence_classes import (
+from ...contract.v0.sequence_classes import (
     BlockTables,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
@@ -23,7 +23,7 @@ from ...contract.sequence_classes import (
     SequenceInput,
 )
 from ...validation import validated
-from ...validation.sequences import (
+from ...validation.v0.sequences import (
     check_builder_sizes,
     check_rows_padded,
     check_seq_group,

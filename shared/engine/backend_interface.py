@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..contract.checks import check_encoder_starts
-from ..contract.graph_classes import AttentionCGSupport
+from ..contract.graph_support import AttentionCGSupport
 from ..contract.metadata_classes import CommonAttentionMetadata, PagedAttentionMetadata
 from ..contract.specs import KVCacheSpec
 from ..validation import check_not_negative, check_positive

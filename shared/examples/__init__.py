@@ -7,34 +7,35 @@ examples and a picture for the terminal. The code of an example is in the refere
 import importlib
 import math
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
 from rich.text import Text
 
-from ..contract.graph_classes import AttentionCGSupport, GraphInputBuffers, GroupSupport
+from ..contract.graph_support import AttentionCGSupport, GroupSupport
 from ..contract.layer_parameters import PerLayerParameters
 from ..contract.layouts import KVCacheLayout
 from ..contract.metadata_classes import UBatchSlice
 from ..contract.multimodal_features import MultiModalFeature
-from ..contract.operations import CONCEPTS, Implementation
+from ..contract.operations import CONCEPTS, Concept, Implementation
 from ..contract.parallel import KeySplits
 from ..contract.scheduler_classes import Request
-from ..contract.sequence_classes import (
-    SequenceAttentionMetadata,
-    SequenceGroup,
-    SequenceInput,
-)
 from ..contract.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 from ..engine.layer import Attention
 from ..engine.rank_group import RankGroup
 from .story import Example as Example
 from .story import StoryStep as StoryStep
+from .v0 import NAMES as V0_NAMES
 
-_FILES = {
-    concept.name: importlib.import_module(f".{concept.name}", __name__)
-    for concept in CONCEPTS
-}
+
+def _file_of(concept: Concept) -> ModuleType:
+    """Return the file of a concept's examples, in the folder `v0` as its operations."""
+    folder = ".v0" if concept.module.startswith("v0.") else ""
+    return importlib.import_module(f"{folder}.{concept.name}", __name__)
+
+
+_FILES = {concept.name: _file_of(concept) for concept in CONCEPTS}
 EXAMPLES: tuple[Example, ...] = tuple(
     example for file in _FILES.values() for example in file.EXAMPLES
 )
@@ -64,12 +65,9 @@ def example_names(implementation: Implementation) -> dict[str, Any]:
         "Attention": Attention,
         "BACKENDS": implementation.backends,
         "AttentionCGSupport": AttentionCGSupport,
-        "GraphInputBuffers": GraphInputBuffers,
         "GroupSupport": GroupSupport,
         "Request": Request,
-        "SequenceAttentionMetadata": SequenceAttentionMetadata,
-        "SequenceGroup": SequenceGroup,
-        "SequenceInput": SequenceInput,
+        **V0_NAMES,
     }
     return names | implementation.operations
 

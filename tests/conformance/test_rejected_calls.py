@@ -18,7 +18,7 @@ from pagetwin import optimized, reference
 from pagetwin.conformance.checks.state import state_of
 from pagetwin.contract.extra_keys import ExtraKeys
 from pagetwin.contract.scheduler_classes import Request, RequestStatus
-from pagetwin.contract.sequence_classes import SequenceGroup, SequenceInput
+from pagetwin.contract.v0.sequence_classes import SequenceGroup, SequenceInput
 from pagetwin.reference import BlockManager, Scheduler
 from support.source_tree import ROOT
 

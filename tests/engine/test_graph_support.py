@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pagetwin.contract.graph_classes import (
+from pagetwin.contract.graph_support import (
     AttentionCGSupport,
     AttentionCGSupportInfo,
     CUDAGraphMode,

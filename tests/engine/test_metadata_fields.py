@@ -11,22 +11,12 @@ import torch
 from pagetwin.conformance.cases.steps import Requests, whole_step
 from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.conformance.checks.metadata import expect_fields
-from pagetwin.contract import metadata_classes, sequence_classes
-from pagetwin.contract.graph_classes import (
-    CAPTURE_VALUES,
-    GraphInputBuffers,
-    buffer_names,
-)
+from pagetwin.contract import metadata_classes
 from pagetwin.contract.metadata_classes import (
     PART_FIELDS_PER_REQUEST,
     CommonAttentionMetadata,
     PagedAttentionMetadata,
 )
-from pagetwin.contract.sequence_classes import (
-    MultiModalPlaceholderMap,
-    SequenceAttentionMetadata,
-)
-from support.captured_steps import decodes, make_state, tensors
 from support.twins import Twin
 from torch import Tensor
 
@@ -57,12 +47,6 @@ CLASSIFIED: dict[type, tuple[str, ...]] = {
         *metadata_classes.FIELDS_CUT_BY_HAND,
     ),
     PagedAttentionMetadata: (*PART_FIELDS_PER_REQUEST, *CUT_BY_HAND),
-    SequenceAttentionMetadata: (
-        *sequence_classes.FIELDS_PER_SEQUENCE,
-        *sequence_classes.FIELDS_OF_STARTS,
-        *sequence_classes.FIELDS_CUT_BY_HAND,
-        *sequence_classes.FIELDS_CARRIED,
-    ),
 }
 """What becomes of each field when a batch is cut into micro-batches, or into its two parts."""
 
@@ -70,17 +54,6 @@ CLASSIFIED: dict[type, tuple[str, ...]] = {
 @pytest.mark.parametrize("kind", CLASSIFIED, ids=lambda kind: kind.__name__)
 def test_every_field_is_classified_once(kind: Any) -> None:
     assert sorted(CLASSIFIED[kind]) == sorted(field.name for field in fields(kind))
-
-
-@pytest.mark.parametrize("encoder", [False, True])
-def test_every_tensor_of_a_captured_step_is_refilled_or_never_changes(
-    twin: Twin, encoder: bool
-) -> None:
-    state = make_state(twin, encoder)
-    with state.graph_capture(2):
-        captured = state.graph_capture_get_metadata_for_batch(2)
-    assert set(tensors(captured)) == {*buffer_names(encoder), "query_start_loc"}
-    assert [field.name for field in fields(GraphInputBuffers)] == list(CAPTURE_VALUES)
 
 
 def test_a_whole_step_has_something_in_every_field() -> None:
@@ -147,30 +120,3 @@ def test_unpadded_removes_the_padding_of_every_field() -> None:
                 assert found.tolist() == before[:size].tolist(), name
     with pytest.raises(IndexError, match=r"num_actual_reqs = .*: expected 0 to"):
         whole.unpadded(0, 3)
-
-
-# ---- metadata of sequence groups
-
-
-def test_a_sequence_step_is_written_out_without_copies() -> None:
-    metadata = decodes([4, 8], [[0], [1]], [3, 7])
-    names = [field.name for field in fields(metadata)]
-    skipped = {"slot_mapping", "no such field"}
-    values = metadata.asdict_zerocopy(skipped)
-    assert list(values) == [name for name in names if name not in skipped]
-    assert all(
-        getattr(metadata, name) is field_value for name, field_value in values.items()
-    )
-
-
-def test_base_metadata_cannot_be_cut_into_parts() -> None:
-    base = sequence_classes.AttentionMetadata(slot_mapping=torch.empty(0).long())
-    for part in ("prefill_metadata", "decode_metadata"):
-        with pytest.raises(NotImplementedError, match="AttentionMetadata lacks"):
-            getattr(base, part)
-
-
-def test_a_map_of_two_lengths_cannot_be_written_out() -> None:
-    uneven = MultiModalPlaceholderMap(src_ranges=(range(2),), src_len=2)
-    with pytest.raises(ValueError, match="4 rows of embeddings for 0 placeholders"):
-        uneven.extend(uneven).index_map()

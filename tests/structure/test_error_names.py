@@ -41,10 +41,11 @@ def names_in(message: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """All names that the source defines, reads or writes, and its strings that are names."""
+    """Names of files, names that are defined, read or written, and strings that are names."""
     found: set[str] = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
+            found.add(path.stem)
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 match node:
                     case ast.FunctionDef(name=name) | ast.ClassDef(name=name):

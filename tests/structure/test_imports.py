@@ -70,6 +70,20 @@ FLOORS: dict[str, list[set[str]]] = {
         {"flashinfer_bench"},
     ],
 }
+# files outside of the folders `v0` that name them: they change if the forms of vLLM V0 are removed
+NAME_V0 = {
+    "reference/__init__.py": "public names",
+    "optimized/__init__.py": "public names",
+    "shared/contract/operations.py": "list of concepts",
+    "shared/contract/graph_classes.py": "former name",
+    "shared/contract/sequence_classes.py": "former name",
+    "shared/examples/__init__.py": "examples of the concepts",
+    "shared/conformance/laws/all_laws.py": "list of laws",
+    "tests/structure/test_imports.py": "list of floors, and this list",
+    "tests/structure/test_package.py": "former names",
+    "tests/structure/test_twins.py": "list of parts",
+    "tests/conformance/test_rejected_calls.py": "list of calls",
+}
 LIBRARIES = {"triton", "xformers"}
 KERNEL_PACKAGES = ("optimized", "tools", "gluon_interpreter")
 KERNEL_FOLDERS = ("examples.gluon.", "examples.ladder.")
@@ -145,6 +159,18 @@ def test_a_chip_is_named_in_its_own_folder_and_in_the_list_of_families_alone() -
         if not name.startswith("kernels/sm90/") and name != "dispatch/families.py":
             text = path.read_text(encoding="utf-8")
             assert not re.search("sm90|hopper", text, re.IGNORECASE), name
+
+
+def test_the_forms_of_v0_are_in_their_folders_alone() -> None:
+    named = set()
+    for top in (*TWINS, "shared", "tests", "docs"):
+        for path in (ROOT / top).rglob("*.py"):
+            name = path.relative_to(ROOT)
+            if "v0" in name.parts or name.name.startswith("v0_"):
+                continue
+            if re.search(r"\bv0\b", path.read_text(encoding="utf-8")):
+                named.add(name.as_posix())
+    assert named == set(NAME_V0)
 
 
 def test_a_decode_goes_from_floor_to_floor_to_its_launch() -> None:

@@ -86,3 +86,20 @@ def test_a_former_name_of_the_conformance_suite_leads_to_the_new_one(
     with pytest.raises(ImportError, match=rf"pagetwin\.conformance\.{leads_to}\b"):
         import_module(f"pagetwin.conformance.{name}")
     assert import_module(f"pagetwin.conformance.{leads_to}")
+
+
+@pytest.mark.parametrize(
+    ("name", "leads_to"),
+    [
+        ("sequence_classes", ["v0.sequence_classes"]),
+        ("graph_classes", ["graph_support", "v0.graph_classes"]),
+    ],
+)
+def test_a_former_name_of_the_contract_leads_to_the_new_ones(
+    name: str, leads_to: list[str]
+) -> None:
+    with pytest.raises(ImportError) as raised:
+        import_module(f"pagetwin.contract.{name}")
+    for inner in leads_to:
+        assert f"pagetwin.contract.{inner}" in str(raised.value)
+        assert import_module(f"pagetwin.contract.{inner}")

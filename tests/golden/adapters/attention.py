@@ -235,3 +235,13 @@ def xformers_decode(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             scale=inputs["scale"],
         )
     }
+
+
+@adapter("get_mla_dims")
+def mla_dims(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    class Config:
+        pass
+
+    config = Config()
+    vars(config).update(inputs["model_config"]["hf_text_config"])
+    return vars(twin.get_mla_dims(config))

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import pkgutil
 import typing
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from types import ModuleType, UnionType
@@ -20,11 +21,12 @@ from pagetwin.contract.layouts import KVCacheLayout
 
 from golden.cases import SKIP, adapter, attempt
 
-SHARED = [
-    importlib.import_module(f"{package.__name__}.{module.name}")
-    for package in (pagetwin.contract, pagetwin.engine)
-    for module in pkgutil.iter_modules(package.__path__)
-]
+SHARED: list[ModuleType] = []
+for package in (pagetwin.contract, pagetwin.engine):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        # the former name of a module raises an ImportError
+        with suppress(ImportError):
+            SHARED.append(importlib.import_module(module.name))
 RENAMED = {
     "AttentionState": "CommonAttentionState",
     "_compute_slot_mapping_numpy": "compute_slot_mapping",

@@ -29,3 +29,18 @@ def slot_mapping(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "path": SKIP,  # which of vLLM's two loops ran
         "num_appended": len(slots),
     }
+
+
+@adapter("_compute_slot_mapping_python")
+@adapter("_compute_slot_mapping_numpy")
+def slots_of_a_range(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Both of vLLM's loops: ours is one function."""
+    slots = twin.compute_slot_mapping(
+        is_profile_run=False,
+        seq_len=inputs["range_end"],
+        context_len=inputs["range_start"],
+        start_idx=0,
+        block_size=inputs["block_size"],
+        block_table=inputs["block_table"],
+    ).tolist()
+    return {"slot_mapping": inputs["slot_mapping"] + slots}

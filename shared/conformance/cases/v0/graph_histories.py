@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ....contract.kinds import PAD_SLOT_ID
-from ....contract.sequence_classes import SequenceAttentionMetadata
+from ....contract.v0.sequence_classes import SequenceAttentionMetadata
 from ..steps import counts
 
 LONGEST = 70_000

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 
 from ....contract.kinds import AttentionType
-from ....contract.sequence_classes import SequenceAttentionMetadata
+from ....contract.v0.sequence_classes import SequenceAttentionMetadata
 from ...candidates.setting import Setting
 from ...cases.steps import Runs, counts, padded, several
 from ...checks.canaries import packed

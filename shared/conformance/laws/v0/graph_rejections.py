@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....contract.sequence_classes import SequenceAttentionMetadata
+from ....contract.v0.sequence_classes import SequenceAttentionMetadata
 from ...candidates.setting import Setting
 from ...cases.steps import counts
 from ...cases.v0.graph_histories import (

@@ -12,8 +12,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ....contract.graph_classes import AttentionCGSupport, GroupSupport
-from ....contract.sequence_classes import SequenceAttentionMetadata
+from ....contract.graph_support import AttentionCGSupport, GroupSupport
+from ....contract.v0.sequence_classes import SequenceAttentionMetadata
 from ...candidates.setting import Setting
 from ...cases.steps import Runs, counts, several
 from ...cases.v0.graph_histories import (

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from ....contract.kinds import PAD_SLOT_ID
-from ....contract.sequence_classes import (
+from ....contract.v0.sequence_classes import (
     IndexMap,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,

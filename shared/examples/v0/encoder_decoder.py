@@ -2,8 +2,8 @@
 
 from rich.text import Text
 
-from .drawing import A, B, beside, boxes, said
-from .story import Example, StoryStep
+from ..drawing import A, B, beside, boxes, said
+from ..story import Example, StoryStep
 
 
 def draw() -> list[Text]:

@@ -2,8 +2,8 @@
 
 from rich.text import Text
 
-from .drawing import DIM, NEW, A, B, beside, boxes, said, under
-from .story import Example, StoryStep
+from ..drawing import DIM, NEW, A, B, beside, boxes, said, under
+from ..story import Example, StoryStep
 
 
 def draw() -> list[Text]:

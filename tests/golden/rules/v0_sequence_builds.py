@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import Any
 
 from golden.deviations import deviation
-from golden.rules.sequence_groups import (
+from golden.rules.v0_sequence_groups import (
     collects_none,
     groups_of,
     has_no_cache,
@@ -18,7 +18,7 @@ from golden.rules.sequence_groups import (
     vllm_adds,
     vllm_builds,
 )
-from golden.rules.sequences import a_row_is_none
+from golden.rules.v0_sequences import a_row_is_none
 
 BUILD = "common_metadata_builder_build"
 PREPARE = "common_metadata_builder_prepare"

@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..contract.graph_classes import GraphInputBuffers
-from ..contract.sequence_classes import SequenceAttentionMetadata
-from .primitives import check_dtype, check_positive
+from ...contract.v0.graph_classes import GraphInputBuffers
+from ...contract.v0.sequence_classes import SequenceAttentionMetadata
+from ..primitives import check_dtype, check_positive
 
 
 def check_capturing(what: str, is_graph_capturing: bool, expected: bool = True) -> None:

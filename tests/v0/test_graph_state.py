@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.cases.batches import NAN, BatchPlan, BatchTensors
-from pagetwin.conformance.checks.dense import judge_attention, same_bits
-from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
-from pagetwin.contract.specs import KVCacheSpec
-from pagetwin.engine.selector import load_backend
-from support.captured_steps import (
+from captured_steps import (
     GARBAGE,
     LONGEST,
     CapturedLayer,
@@ -25,6 +20,11 @@ from support.captured_steps import (
     make_state,
     poison,
 )
+from pagetwin.conformance.cases.batches import NAN, BatchPlan, BatchTensors
+from pagetwin.conformance.checks.dense import judge_attention, same_bits
+from pagetwin.contract.specs import KVCacheSpec
+from pagetwin.contract.v0.sequence_classes import SequenceAttentionMetadata
+from pagetwin.engine.selector import load_backend
 from support.twins import TWINS, Twin
 from torch import Tensor
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from pagetwin.conformance.cases.batches import NAN, BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention
-from pagetwin.contract.graph_classes import GraphInputBuffers
-from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
-from torch import Tensor
-
+from pagetwin.contract.v0.graph_classes import GraphInputBuffers
+from pagetwin.contract.v0.sequence_classes import SequenceAttentionMetadata
 from support.twins import Twin
+from torch import Tensor
 
 GARBAGE = 10**6
 LONGEST = 24

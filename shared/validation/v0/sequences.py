@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..contract.integers import LARGEST, as_int, as_ints, as_list
-from ..contract.kinds import AttentionType
-from ..contract.sequence_classes import SequenceGroup, SequenceInput
-from .batch import check_read_entries, check_row_reaches
-from .primitives import check_not_negative, check_positive
+from ...contract.integers import LARGEST, as_int, as_ints, as_list
+from ...contract.kinds import AttentionType
+from ...contract.v0.sequence_classes import SequenceGroup, SequenceInput
+from ..batch import check_read_entries, check_row_reaches
+from ..primitives import check_not_negative, check_positive
 
 
 class CollectedStep(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from golden.deviations import Condition, deviation
-from golden.rules.sequence_groups import (
+from golden.rules.v0_sequence_groups import (
     Group,
     collects_none,
     groups_of,

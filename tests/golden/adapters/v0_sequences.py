@@ -1,10 +1,10 @@
-"""Sequence groups, encoders and latent attention: vLLM's V0 bookkeeping."""
+"""Sequence groups and encoders: vLLM's V0 bookkeeping."""
 
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from pagetwin.contract.sequence_classes import (
+from pagetwin.contract.v0.sequence_classes import (
     AttentionMetadata,
     MultiModalPlaceholderMap,
     SequenceAttentionMetadata,
@@ -301,31 +301,3 @@ def query_kv_tokens(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             metadata_of(inputs["attn_metadata"]), inputs["attn_type"]
         )
     }
-
-
-@adapter("get_mla_dims")
-def mla_dims(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    class Config:
-        pass
-
-    config = Config()
-    vars(config).update(inputs["model_config"]["hf_text_config"])
-    return vars(twin.get_mla_dims(config))
-
-
-# ---- slots
-
-
-@adapter("_compute_slot_mapping_python")
-@adapter("_compute_slot_mapping_numpy")
-def slots_of_a_range(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Both of vLLM's loops: ours is one function."""
-    slots = twin.compute_slot_mapping(
-        is_profile_run=False,
-        seq_len=inputs["range_end"],
-        context_len=inputs["range_start"],
-        start_idx=0,
-        block_size=inputs["block_size"],
-        block_table=inputs["block_table"],
-    ).tolist()
-    return {"slot_mapping": inputs["slot_mapping"] + slots}

@@ -1,0 +1,1 @@
+"""Validation of the forms of vLLM V0."""
