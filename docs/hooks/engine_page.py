@@ -21,7 +21,7 @@ def engine_code(part: str) -> str:
     )
     if not found[1]:
         raise ValueError(f"small_engine.py has no part {part!r}")
-    owner = {"engine": "class Engine:\n", "model": "class ToyModel(nn.Module):\n"}
+    owner = {"engine": "class PagedEngine:\n", "model": "class ToyModel(nn.Module):\n"}
     sizes = ""
     if part == "model":
         sizes = "    num_layers, num_heads, num_kv_heads, head_size = 2, 4, 2, 16\n"
@@ -38,7 +38,9 @@ def engine_run() -> str:
 
 def engine_data() -> str:
     """Return the run of the example as a recording that the block map plays."""
-    engine = small_engine.Engine(small_engine.ToyModel(), reference, small_engine.SIZES)
+    engine = small_engine.PagedEngine(
+        small_engine.ToyModel(), reference, small_engine.SIZES
+    )
     scheduler, manager = engine.scheduler, engine.scheduler.block_manager
     update = scheduler.update_from_output
     steps: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """A serving engine in fifty lines: the loop around scheduler, metadata, cache and attention.
 
-`Engine` serves any model with the attributes of `ToyModel`. The model is not part of paged
+`PagedEngine` serves any model with the attributes of `ToyModel`. The model is not part of paged
 attention: in each layer it hands its queries, keys and values to a function, and gets attention.
 """
 
@@ -50,7 +50,7 @@ def new_positions(part: ScheduledRequest) -> range:
     return range(first, first + part.num_scheduled_tokens)
 
 
-class Engine:
+class PagedEngine:
     """Serves requests: each step computes one flat batch of new tokens of all running ones.
 
     Args:
@@ -180,7 +180,7 @@ MAX_TOKENS = 8
 def run_example(twin: ModuleType) -> Iterator[str]:
     """Serve the prompts with the toy model, and yield each step, then the tokens."""
     requests = [Request(name, prompt, MAX_TOKENS) for name, prompt in PROMPTS.items()]
-    engine = Engine(ToyModel(), twin, SIZES)
+    engine = PagedEngine(ToyModel(), twin, SIZES)
     for number, output in enumerate(engine.generate(requests)):
         yield describe(number, output)
     for request in requests:

@@ -30,7 +30,7 @@ def check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
     """Raise if a call asks for dropout or for the weights."""
     if dropout_p:
         raise NotImplementedError(
-            f"dropout_p = {dropout_p}: there is no dropout, only inference"
+            f"dropout_p = {dropout_p}: dropout is not computed, only inference"
         )
     if return_attn_probs:
         raise NotImplementedError(

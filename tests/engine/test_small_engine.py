@@ -7,7 +7,7 @@ from pagetwin.examples.small_engine import (
     MAX_TOKENS,
     PROMPTS,
     SIZES,
-    Engine,
+    PagedEngine,
     ToyModel,
     run_example,
 )
@@ -57,7 +57,7 @@ def test_the_example_preempts_finds_a_prefix_and_has_the_tokens_of_the_model(twi
 def test_no_size_of_cache_or_step_changes_a_token(reference, num_blocks, token_budget):
     sizes = SIZES._replace(num_blocks=num_blocks, token_budget=token_budget)
     requests = [Request(name, prompt, MAX_TOKENS) for name, prompt in PROMPTS.items()]
-    for _ in Engine(ToyModel(), reference.raw, sizes).generate(requests):
+    for _ in PagedEngine(ToyModel(), reference.raw, sizes).generate(requests):
         pass
     found = {request.request_id: request.output_token_ids for request in requests}
     assert found == tokens_without_a_cache()

@@ -26,7 +26,7 @@ CALLS = {
 
 
 @pytest.fixture(params=TWINS)
-def door(request):
+def functions(request):
     """Return the functions on each twin."""
     return FlashAttention(request.param)
 
@@ -85,31 +85,31 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_dense_batch(door, name):
+def test_a_dense_batch(functions, name):
     arguments = on_device(CALLS[name])
     q = numbers(2, 3, HEADS, SIZE)
     k, v = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
-    out, lse = door.flash_attn_func(q, k, v, return_softmax_lse=True, **arguments)
-    assert torch.equal(out, door.flash_attn_func(q, k, v, **arguments))
+    out, lse = functions.flash_attn_func(q, k, v, return_softmax_lse=True, **arguments)
+    assert torch.equal(out, functions.flash_attn_func(q, k, v, **arguments))
     for index in range(2):
         expected, expected_lse = dense(q[index], k[index], v[index], arguments)
         assert_equal(out[index], expected)
         assert_equal(lse[index], expected_lse)
 
 
-def test_keys_with_any_strides_are_not_copied(door, monkeypatch):
+def test_keys_with_any_strides_are_not_copied(functions, monkeypatch):
     q = numbers(2, 3, HEADS, SIZE)
     stored = numbers(2, 2, KV_HEADS, 20, SIZE, seed=1)
     k, v = (part.transpose(1, 2)[:, :9] for part in stored)
     used = []
-    operation = door.twin.paged_attention
+    operation = functions.twin.paged_attention
 
     def watched(query, key_cache, *rest, **named):
         used.append(key_cache)
         return operation(query, key_cache, *rest, **named)
 
-    monkeypatch.setattr(door.twin, "paged_attention", watched)
-    out = door.flash_attn_func(q, k, v, causal=True)
+    monkeypatch.setattr(functions.twin, "paged_attention", watched)
+    out = functions.flash_attn_func(q, k, v, causal=True)
     assert used[0].data_ptr() == k.data_ptr() and used[0].stride() == k.stride()
     for index in range(2):
         assert_equal(
@@ -118,7 +118,7 @@ def test_keys_with_any_strides_are_not_copied(door, monkeypatch):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_packed_batch(door, name):
+def test_a_packed_batch(functions, name):
     arguments = on_device(CALLS[name])
     q = numbers(6, HEADS, SIZE)
     k, v = numbers(2, 13, KV_HEADS, SIZE, seed=1)
@@ -126,7 +126,7 @@ def test_a_packed_batch(door, name):
     q_starts, k_starts = (
         torch.tensor(row, dtype=torch.int32, device=DEVICE) for row in starts
     )
-    out, lse = door.flash_attn_varlen_func(
+    out, lse = functions.flash_attn_varlen_func(
         q, k, v, q_starts, k_starts, 4, 5, return_softmax_lse=True, **arguments
     )
     for index in (0, 2):
@@ -152,7 +152,7 @@ def paged(keys, lengths, seed=0):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("table_name", ["block_table", "page_table"])
-def test_a_packed_batch_over_a_cache(door, name, table_name):
+def test_a_packed_batch_over_a_cache(functions, name, table_name):
     arguments = on_device(CALLS[name])
     lengths = [20, 7]
     keys = numbers(2, 2, 24, KV_HEADS, SIZE, seed=1)
@@ -162,8 +162,8 @@ def test_a_packed_batch_over_a_cache(door, name, table_name):
     counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     ends = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     given = arguments | {table_name: table}
-    out = door.flash_attn_varlen_func(q, *cache, starts, ends, 3, 20, **given)
-    again = door.flash_attn_varlen_func(
+    out = functions.flash_attn_varlen_func(q, *cache, starts, ends, 3, 20, **given)
+    again = functions.flash_attn_varlen_func(
         q,
         *cache,
         starts,
@@ -182,7 +182,7 @@ def test_a_packed_batch_over_a_cache(door, name, table_name):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("is_paged", [True, False])
-def test_new_keys_are_stored_and_attended_to(door, name, is_paged):
+def test_new_keys_are_stored_and_attended_to(functions, name, is_paged):
     arguments = on_device(CALLS[name])
     lengths, new = [14, 7], 3
     keys = numbers(2, 2, 24, KV_HEADS, SIZE, seed=1)
@@ -205,7 +205,7 @@ def test_new_keys_are_stored_and_attended_to(door, name, is_paged):
             end = lengths[request]
             cache[:, sequence, :end] = keys[:, request, :end]
         place = {"cache_batch_idx": sequences}
-    out, lse = door.flash_attn_with_kvcache(
+    out, lse = functions.flash_attn_with_kvcache(
         q,
         *cache,
         *added,
@@ -224,11 +224,11 @@ def test_new_keys_are_stored_and_attended_to(door, name, is_paged):
     assert int(cache[0, ..., 0, 0].isfinite().sum()) == stored
 
 
-def test_a_cache_is_read_with_one_length_for_all_or_whole(door):
+def test_a_cache_is_read_with_one_length_for_all_or_whole(functions):
     q = numbers(2, 1, HEADS, SIZE)
     cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
-    whole = door.flash_attn_with_kvcache(q, *cache)
-    part = door.flash_attn_with_kvcache(q, *cache, cache_seqlens=4)
+    whole = functions.flash_attn_with_kvcache(q, *cache)
+    part = functions.flash_attn_with_kvcache(q, *cache, cache_seqlens=4)
     for index in range(2):
         assert_equal(whole[index], dense(q[index], *cache[:, index], {})[0])
         assert_equal(part[index], dense(q[index], *cache[:, index, :4], {})[0])
@@ -279,13 +279,13 @@ REJECTED = {
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_what_is_not_computed_is_one_sentence_and_stores_nothing(door, name):
+def test_what_is_not_computed_is_one_sentence_and_stores_nothing(functions, name):
     function, arguments, words = REJECTED[name]
     q = numbers(2, 1, HEADS, SIZE)
     cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
     before = cache.clone()
     with pytest.raises((NotImplementedError, ValueError), match=words) as raised:
-        getattr(door, function)(q, *cache, **arguments)
+        getattr(functions, function)(q, *cache, **arguments)
     assert "\n" not in str(raised.value)
     assert torch.equal(cache, before)
 
@@ -299,20 +299,20 @@ def test_what_is_not_computed_is_one_sentence_and_stores_nothing(door, name):
         ({"block_table": TENSOR, "cu_seqlens_k": None}, "not both"),
     ],
 )
-def test_numbers_of_keys_are_given_once(door, arguments, words):
+def test_numbers_of_keys_are_given_once(functions, arguments, words):
     given = {"cu_seqlens_q": TENSOR, "cu_seqlens_k": TENSOR} | arguments
     with pytest.raises(ValueError, match=words):
-        door.flash_attn_varlen_func(*numbers(3, 4, HEADS, SIZE), **given)
+        functions.flash_attn_varlen_func(*numbers(3, 4, HEADS, SIZE), **given)
 
 
-def test_hints_are_taken_and_a_wrong_number_of_axes_is_named(door):
+def test_hints_are_taken_and_a_wrong_number_of_axes_is_named(functions):
     q = numbers(2, 1, HEADS, SIZE)
     cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
     hints = {"num_splits": 1, "pack_gqa": True, "sm_margin": 0, "qv": None}
-    out = door.flash_attn_with_kvcache(q, *cache, **hints)
-    assert torch.equal(out, door.flash_attn_with_kvcache(q, *cache))
+    out = functions.flash_attn_with_kvcache(q, *cache, **hints)
+    assert torch.equal(out, functions.flash_attn_with_kvcache(q, *cache))
     with pytest.raises(ValueError, match=r"q has shape \[1, 4, 32\]: expected 4 axes"):
-        door.flash_attn_func(q[0], *cache)
+        functions.flash_attn_func(q[0], *cache)
 
 
 def test_padding_is_removed_and_added():
@@ -358,7 +358,7 @@ def test_the_original_keeps_its_place(monkeypatch, tmp_path):
 
 def test_an_unknown_implementation_installs_nothing():
     with pytest.raises(ValueError, match="cannot be loaded"):
-        install("flash_attn_of_nobody")
+        install("a_package_that_is_missing")
     assert "flash_attn" not in sys.modules
 
 

@@ -257,6 +257,7 @@ def test_the_python_of_the_site_is_small(address: tuple[Path, str]) -> None:
     files = (address[0] / "python").iterdir()
     assert sum(file.stat().st_size for file in files) < 15_000_000
 
+
 def test_the_slider_of_the_first_page_computes_how_many_requests_fit(
     address: tuple[Path, str],
 ) -> None:
