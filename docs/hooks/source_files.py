@@ -49,9 +49,7 @@ def linked_course(markdown: str) -> str:
     for part in parts:
         stop = re.match(r"## Stop (\d+):", part)
         own = stops[stop[1]] if stop else None
-        text, fold, prompts = part.partition("??? tip")
-        linked.append(NAME.sub(lambda name, own=own: _link(name[1], own), text))
-        linked.append(fold + prompts)
+        linked.append(NAME.sub(lambda name, own=own: _link(name[1], own), part))
     return "".join(linked)
 
 
@@ -95,7 +93,7 @@ def _named_files() -> Iterator[Path]:
     stops = {number: ROOT / path for number, path in STOP.findall(text)}
     for part in re.split(r"(?m)^(?=## )", text):
         stop = re.match(r"## Stop (\d+):", part)
-        for name in NAME.findall(part.partition("??? tip")[0]):
+        for name in NAME.findall(part):
             path = _file(name, stops[stop[1]] if stop else None)
             if path is not None:
                 yield path
