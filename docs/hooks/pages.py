@@ -7,6 +7,7 @@ function of that name returns at build time.
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -49,7 +50,7 @@ PAGE_SCRIPTS = {
     "index.md": ("js/fit.js",),
     "puzzles.md": ("js/puzzles.js",),
 }
-CALL = re.compile(r'^\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
+CALL = re.compile(r'^( *)\{\{ (\w+)(?:\("([^"]*)"\))? \}\}$', re.M)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -84,8 +85,10 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         page.meta.setdefault("hide", ["toc"])
 
     def replaced(found: re.Match[str]) -> str:
-        name, argument = found[1], found[2]
-        return MACROS[name](*([argument] if argument is not None else []))
+        indent, name, argument = found.groups()
+        shown = MACROS[name](*([argument] if argument is not None else []))
+        # a call in a folded block is indented, and so is its result
+        return textwrap.indent(shown, indent)
 
     return CALL.sub(replaced, markdown)
 

@@ -5,6 +5,7 @@ import importlib
 import logging
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ TOP_FOLDERS = ("reference", "optimized", "shared", "tests", "docs")
 README = ROOT / "README.md"
 # a block that cannot run says why, in a comment on the line before it
 BLOCK = re.compile(
-    r"(?:<!-- not run: (?P<why>.+?) -->\n)?^```python[^\n]*\n(?P<code>.*?)^```$",
+    r"(?:^ *<!-- not run: (?P<why>.+?) -->\n)?"
+    r"^(?P<indent> *)```python[^\n]*\n(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 # "shared/contract/shapes.py", "optimized/kernels/", but not "docs.rs/...", "a/reference/b" or the
@@ -36,7 +38,8 @@ NAMED_MODULE = re.compile(r"(?<![\w./])pagetwin(?:\.[A-Za-z_]\w*)+")
 def python_blocks(page: Path) -> list[str]:
     """Return the Python blocks of a page that must run, in order."""
     found = BLOCK.finditer(page.read_text())
-    return [block["code"] for block in found if not block["why"]]
+    # code in a folded block is indented
+    return [textwrap.dedent(block["code"]) for block in found if not block["why"]]
 
 
 def markdown_files() -> Iterator[Path]:

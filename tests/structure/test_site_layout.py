@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pagetwin.optimized.dispatch.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 MOST_ENTRIES = 12
@@ -58,3 +59,13 @@ def test_a_name_is_linked_only_where_its_file_defines_it(source_files: Any) -> N
         "compute_slot_mapping", path
     )
     assert source_files._link("schedule", path) == "`schedule`"
+
+
+def test_the_tree_of_kernels_names_every_family(source_files: Any) -> None:
+    drawn = importlib.import_module("figures.which_kernel")
+    leaves = [words for _, words, kind in drawn.TREE if kind != "off"]
+    page = (ROOT / "docs/which_kernel.md").read_text(encoding="utf-8")
+    for family in FAMILIES:
+        assert any(leaf.endswith(family.name) for leaf in leaves), family.name
+        assert f"| `{family.name}` |" in page
+    assert len(leaves) == len(FAMILIES)
