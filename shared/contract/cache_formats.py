@@ -179,6 +179,45 @@ def cache_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return CACHE_DTYPE_NAMES[name]
 
 
+def split_layer_cache(
+    kv_cache: Tensor, head_size: int, kv_cache_dtype: str
+) -> tuple[Tensor, Tensor]:
+    """Return the key and value views of one layer's cache, which share its memory.
+
+    Args:
+        kv_cache: [num_blocks, 2, block_size, kv_heads, head_size], as in vLLM 0.25; or
+            [num_blocks, kv_heads, block_size, elements], where a state has its key first and its
+            value after it, as in 0.26 and later. Any strides.
+        head_size: elements of a key.
+        kv_cache_dtype: vLLM's name of the cache's dtype. vLLM allocates FP8 caches as uint8.
+
+    Returns:
+        Views [num_blocks, block_size, kv_heads, head_size] and [..., head_size_v].
+
+    Raises:
+        ValueError: the cache has neither of the two shapes.
+
+    Example:
+        [100, 8, 16, 256] with head_size 128: two views [100, 16, 8, 128]; the values of a state
+        start 128 elements after its keys.
+    """
+    if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
+        key, value = kv_cache.unbind(1)
+    elif kv_cache.dim() == 4 and kv_cache.shape[3] > head_size:
+        states = kv_cache.transpose(1, 2)
+        key, value = states[..., :head_size], states[..., head_size:]
+    else:
+        raise ValueError(
+            f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, 2, block_size,"
+            f" kv_heads, {head_size}] or [num_blocks, kv_heads, block_size, elements] with more"
+            f" than {head_size} elements"
+        )
+    fp8 = CACHE_DTYPE_NAMES.get(kv_cache_dtype)
+    if fp8 is not None and kv_cache.dtype != fp8:
+        key, value = key.view(fp8), value.view(fp8)
+    return key, value
+
+
 def split_page(
     page: Tensor, head_size: int, value_head_size: int, form: CacheFormat
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

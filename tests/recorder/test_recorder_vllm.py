@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from pagetwin.contract.cache_formats import split_layer_cache
 from pagetwin.recorder import Recorder, RecorderSettings, record_backend
 from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
-from pagetwin.recorder.wrappers.vllm import VllmReader, split_cache
+from pagetwin.recorder.wrappers.vllm import VllmReader
 from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps
 from torch import Tensor
 from vllm_workers import (
@@ -56,7 +57,7 @@ class Fp8Impl(Impl):
         keys = int(common.seq_lens[0])
         k, v = (
             cache[common.block_table_tensor[0].long()].flatten(0, 1)[:keys].float()
-            for cache in split_cache(kv_cache, SIZE, "fp8")
+            for cache in split_layer_cache(kv_cache, SIZE, "fp8")
         )
         k_scale = 1.0 if self.drops_key_scale else layer._k_scale
         k, v = (states.repeat_interleave(HEADS // KV_HEADS, 1) for states in (k, v))

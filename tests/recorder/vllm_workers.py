@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import split_layer_cache
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers import vllm_schedule
-from pagetwin.recorder.wrappers.vllm import VllmReader, split_cache
+from pagetwin.recorder.wrappers.vllm import VllmReader
 from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps
 
 LAYERS = ["a", "b", "model.layers.0.attn"]
@@ -170,7 +171,7 @@ class Impl:
         self.kv_cache_dtype = kv_cache_dtype
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        caches = split_cache(kv_cache, SIZE, self.kv_cache_dtype)
+        caches = split_layer_cache(kv_cache, SIZE, self.kv_cache_dtype)
         REFERENCE.reshape_and_cache(
             key, value, *caches, slot_mapping, **self.scales(layer)
         )
@@ -201,7 +202,7 @@ class Impl:
         )
         REFERENCE.paged_attention(
             query[:tokens],
-            *split_cache(kv_cache, SIZE, self.kv_cache_dtype),
+            *split_layer_cache(kv_cache, SIZE, self.kv_cache_dtype),
             common.block_table_tensor,
             common.query_start_loc,
             common.seq_lens,

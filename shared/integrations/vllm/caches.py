@@ -1,4 +1,4 @@
-"""vLLM's caches: key and value views of a layer's cache, the shape hooks up to 0.28, and new keys.
+"""vLLM's caches: the shape hooks up to 0.28, and new keys.
 
 Ranks that share keys store a part of a prompt's new keys each. So that its new tokens can attend to
 each other on every rank, all of them are also written into blocks that a rank does not share, in
@@ -11,54 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FP8_NAMES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-"""vLLM's names of the FP8 dtypes. vLLM allocates such a cache as uint8."""
+from ...contract.cache_formats import CACHE_DTYPE_NAMES
+from ...contract.cache_formats import split_layer_cache as split_layer_cache
+
+FP8_NAMES = CACHE_DTYPE_NAMES
+"""vLLM's names of the FP8 dtypes."""
 
 NEW_BLOCK_SIZE = 16
 """Slots of a block of new keys."""
-
-
-def split_layer_cache(
-    kv_cache: Tensor, head_size: int, kv_cache_dtype: str
-) -> tuple[Tensor, Tensor]:
-    """Return the key and value views of one layer's cache, which share its memory.
-
-    Args:
-        kv_cache: [num_blocks, 2, block_size, kv_heads, head_size], as in vLLM 0.25; or
-            [num_blocks, kv_heads, block_size, elements], where a state has its key first and its
-            value after it, as in 0.26 and later. Any strides.
-        head_size: elements of a key.
-        kv_cache_dtype: vLLM's name of the cache's dtype.
-
-    Returns:
-        Views [num_blocks, block_size, kv_heads, head_size] and [..., head_size_v].
-
-    Raises:
-        ValueError: the cache has neither of the two shapes.
-
-    Example:
-        [100, 8, 16, 256] with head_size 128: two views [100, 16, 8, 128]; the values of a state
-        start 128 elements after its keys.
-    """
-    if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
-        key, value = kv_cache.unbind(1)
-    elif kv_cache.dim() == 4 and kv_cache.shape[3] > head_size:
-        states = kv_cache.transpose(1, 2)
-        key, value = states[..., :head_size], states[..., head_size:]
-    else:
-        raise ValueError(
-            f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, 2, block_size,"
-            f" kv_heads, {head_size}] or [num_blocks, kv_heads, block_size, elements] with more"
-            f" than {head_size} elements"
-        )
-    fp8 = FP8_NAMES.get(kv_cache_dtype)
-    if fp8 is not None and kv_cache.dtype != fp8:
-        key, value = key.view(fp8), value.view(fp8)
-    return key, value
 
 
 class HalvesShape:

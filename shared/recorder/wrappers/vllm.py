@@ -21,7 +21,11 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
-from ...contract.cache_formats import CACHE_DTYPE_NAMES, TENSOR_SCALE_DTYPES
+from ...contract.cache_formats import (
+    CACHE_DTYPE_NAMES,
+    TENSOR_SCALE_DTYPES,
+    split_layer_cache,
+)
 from ...contract.extras import require
 from ...contract.kinds import AttentionType
 from ..environment import recorder_from_environment
@@ -69,7 +73,7 @@ class VllmReader(VllmStepReader):
         name = impl.kv_cache_dtype
         if name not in PLAIN_DTYPES:
             return None
-        caches = split_cache(kv_cache, impl.head_size, name)
+        caches = split_layer_cache(kv_cache, impl.head_size, name)
         scales = {}
         if name in CACHE_DTYPE_NAMES:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
@@ -91,37 +95,6 @@ class VllmReader(VllmStepReader):
             metadata.num_actual_tokens,
             layer._q_scale if is_known else None,
         )
-
-
-def split_cache(
-    kv_cache: Tensor, head_size: int, cache_dtype: str
-) -> tuple[Tensor, Tensor]:
-    """Return the key and value views of a layer's cache.
-
-    Args:
-        kv_cache: [num_blocks, 2, block_size, kv_heads, head_size], as in vLLM 0.25; or
-            [num_blocks, kv_heads, block_size, elements], the key of a state before its value.
-        head_size: elements of a key.
-        cache_dtype: vLLM's name of the dtype. FP8 caches are allocated as uint8.
-
-    Raises:
-        ValueError: the cache has neither shape.
-    """
-    if kv_cache.dim() == 5 and kv_cache.shape[1] == 2:
-        key, value = kv_cache.unbind(1)
-    elif kv_cache.dim() == 4 and kv_cache.shape[3] > head_size:
-        states = kv_cache.transpose(1, 2)
-        key, value = states[..., :head_size], states[..., head_size:]
-    else:
-        raise ValueError(
-            f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, 2,"
-            " block_size, kv_heads, head_size] or [num_blocks, kv_heads, block_size,"
-            " elements]"
-        )
-    fp8 = CACHE_DTYPE_NAMES.get(cache_dtype)
-    if fp8 is not None and key.dtype != fp8:
-        key, value = key.view(fp8), value.view(fp8)
-    return key, value
 
 
 _PATHS: dict[str, str] = {}
