@@ -2,12 +2,8 @@
 
 import logging
 import re
-import resource
-import shutil
 import types
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +23,9 @@ from pagetwin.recorder import (
 )
 from pagetwin.recorder.case import load_case
 from pagetwin.recorder.laws.attention import RecordedCall, check_attention
-from pagetwin.recorder.laws.bookkeeping import check_groups, check_step
 from pagetwin.recorder.reproduce import reproduce_case
 from pagetwin.recorder.samples import unvalidated
-from pagetwin.recorder.settings import settings_from_environment
-from pagetwin.recorder.step import HostStep, StepCopy, StepTensors, step_tensors
+from pagetwin.recorder.step import StepCopy, StepTensors, step_tensors
 from pagetwin.tools.cli import app
 from pagetwin.tools.replay.mismatch import TwinMismatch
 from pagetwin.tools.replay.run import Replay
@@ -237,69 +231,6 @@ def test_a_replay_with_a_recorder_raises_nothing(
     assert recorder.checked["rows"] > 4 and recorder.checked["blocks"] > 0
 
 
-def host_step(**changes: Any) -> HostStep:
-    """Return two requests, 1 new token of 6 and 3 new of 5, with 2 padded tokens."""
-    common = REFERENCE.build_common_attn_metadata(
-        [1, 3], [5, 2], [[4, 1], [0, 3]], block_size=4
-    )
-    slots = torch.cat([common.slot_mapping, torch.tensor([-1, -1])])
-    tensors = step_tensors(common.replace(slot_mapping=slots), block_size=4)
-    return replace(StepCopy(tensors, 1, "layers").wait(num_blocks=6), **changes)
-
-
-def changed(name: str, index: Any, value: int) -> Callable[[], HostStep]:
-    def make() -> HostStep:
-        step = host_step()
-        array = getattr(step, name).copy()
-        array[index] = value
-        return replace(step, **{name: array})
-
-    return make
-
-
-WRONG_STEPS = {
-    "a start after the next one": (changed("query_start_loc", 1, 9), "starts"),
-    "a length below the new tokens": (changed("seq_lens", 1, 2), "lengths"),
-    "a length above the bound": (changed("seq_lens", 0, 7), "lengths"),
-    "a bound on queries that is too low": (
-        lambda: host_step(max_query_len=2),
-        "lengths",
-    ),
-    "a block past the cache": (changed("block_table", (0, 1), 6), "block ids"),
-    "a negative block": (changed("block_table", (1, 0), -1), "block ids"),
-    "a slot of another position": (changed("slot_mapping", 0, 4), "slots"),
-    "a slot of another request": (changed("slot_mapping", 0, 1), "slots"),
-    "a token that is not stored": (changed("slot_mapping", 2, -1), "slots"),
-    "a padded token with a slot": (changed("slot_mapping", 4, 9), "padding"),
-    "fewer blocks in the cache": (lambda: host_step(num_blocks=4), "block ids"),
-}
-
-
-def test_a_right_step_violates_no_law() -> None:
-    assert check_step(host_step()) is None
-
-
-@pytest.mark.parametrize("case", WRONG_STEPS)
-def test_wrong_metadata_violate_a_law(case: str) -> None:
-    make, law = WRONG_STEPS[case]
-    finding = check_step(make())
-    assert finding is not None and finding.law == law, finding
-
-
-def test_a_block_of_two_rows_must_not_be_written() -> None:
-    common = REFERENCE.build_common_attn_metadata(
-        [1, 1], [5, 6], [[4, 1], [4, 1]], block_size=4
-    )
-    step = StepCopy(step_tensors(common, 4), 1, "layers").wait(6)
-    finding = check_step(step)
-    assert finding is not None and finding.law == "shared blocks"
-    # a full block may be shared
-    common = REFERENCE.build_common_attn_metadata(
-        [1, 1], [5, 6], [[4, 1], [4, 2]], block_size=4
-    )
-    assert check_step(StepCopy(step_tensors(common, 4), 1, "layers").wait(6)) is None
-
-
 @pytest.mark.parametrize("drops", [False, True])
 def test_float32_rows_with_large_scores_have_a_larger_budget(drops: bool) -> None:
     """Two of these rows had up to 1.25 times the budget without the term of the scores."""
@@ -406,36 +337,6 @@ def test_rows_of_large_scores_that_are_wrong_are_found(
     assert found == [False, True, True]
 
 
-def test_two_tokens_with_one_slot_violate_a_law() -> None:
-    step = host_step(stores_all=False)
-    slots = step.slot_mapping.copy()
-    slots[1] = slots[0]
-    finding = check_step(replace(step, slot_mapping=slots))
-    assert finding is not None and finding.law == "one writer"
-
-
-def test_groups_with_other_lengths_violate_a_law() -> None:
-    other = changed("seq_lens", 0, 5)()
-    finding = check_groups([host_step(), replace(other, group="others")])
-    assert finding is not None and "seq_lens differs from entry 0" in finding.found
-    assert check_groups([host_step(), host_step()]) is None
-
-
-def test_a_graph_that_reads_other_buffers_is_found_before_its_replay(
-    tmp_path: Path,
-) -> None:
-    common = REFERENCE.build_common_attn_metadata([1], [5], [[4, 1]], block_size=4)
-    tensors = step_tensors(common, 4)
-    recorder = Recorder(RecorderSettings(tmp_path))
-    recorder.begin_capture(tensors)
-    recorder.begin_step(tensors, replays_graph=True)
-    assert found(recorder) == []
-    moved = replace(tensors, seq_lens=tensors.seq_lens.clone())
-    recorder.begin_step(moved, replays_graph=True)
-    assert found(recorder) == ["graph buffers"]
-    assert "seq_lens of the step is at address" in recorder.findings[0].found
-
-
 def test_nothing_is_read_while_a_graph_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,62 +420,6 @@ def test_a_recorder_that_shall_stop_the_engine_raises(tmp_path: Path) -> None:
     assert raised.value.path == stored(tmp_path)[0]
 
 
-def test_cases_stay_within_the_limit_of_disk_space(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "pagetwin-record-1-step-1-attention.pt").write_bytes(bytes(2**20))
-    recorder = Recorder(RecorderSettings(tmp_path, sample_every=1, max_mib=1))
-    engine = SmallEngine(EngineSettings(bug="window", window=6), recorder)
-    engine.add(requests(40))
-    with caplog.at_level(logging.ERROR, logger="pagetwin.recorder"):
-        engine.run_to_the_end()
-    assert found(recorder) == ["attention"] and len(stored(tmp_path)) == 1
-    assert "The case is not stored: the case needs 1 MiB" in caplog.messages[0]
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence_and_the_engine_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path / "file" / "cases"))
-    with caplog.at_level(logging.ERROR, logger="pagetwin.recorder"):
-        assert recorder_from_environment() is None
-    assert len(caplog.messages) == 1
-    assert "no file can be created there" in caplog.messages[0]
-    with pytest.raises(OSError, match="expected a folder that you may write"):
-        Recorder(RecorderSettings(tmp_path / "file"))
-
-
-def test_a_full_file_system_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 9, 0)
-    )
-    with pytest.raises(OSError, match="0 MiB are free there: expected at least"):
-        Recorder(RecorderSettings(tmp_path))
-
-
-def test_a_disk_that_becomes_full_leaves_no_part_of_a_case_and_the_engine_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def save(content: Any, path: Path, whole: Any = torch.save) -> None:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-        try:
-            whole(content, path)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    monkeypatch.setattr(torch, "save", save)
-    engine = recorded_engine(tmp_path, bug="layout")
-    with caplog.at_level(logging.ERROR, logger="pagetwin.recorder"):
-        engine.run_to_the_end()
-    assert found(engine.recorder)[0] == "cache write" and engine.recorder.is_on
-    assert "The case is not stored: " in caplog.messages[0]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_caches_of_a_closed_engine_are_freed_and_the_next_one_is_checked(
     tmp_path: Path,
 ) -> None:
@@ -596,58 +441,6 @@ def test_the_caches_of_a_closed_engine_are_freed_and_the_next_one_is_checked(
     with suppress(ValueError):
         other.run_to_the_end()
     assert found(recorder) == ["block table"]
-
-
-def test_an_engine_that_ends_while_the_recorder_works_is_forgotten_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The garbage collector may run between any two lines."""
-    engine = recorded_engine(tmp_path)
-    recorder = engine.recorder
-    plain = steps.check_step
-
-    def check(step: HostStep, has_own_rows: bool) -> Any:
-        recorder.engine_ended()
-        return plain(step, has_own_rows)
-
-    monkeypatch.setattr(steps, "check_step", check)
-    engine.step()
-    engine.step()
-    assert recorder.is_on and recorder.step == 2 and found(recorder) == []
-
-
-def test_the_environment_gives_the_settings() -> None:
-    assert settings_from_environment({}) is None
-    given = settings_from_environment(
-        {
-            "PAGETWIN_RECORD": "cases",
-            "PAGETWIN_RECORD_EVERY": "7",
-            "PAGETWIN_RECORD_ROWS": "2",
-            "PAGETWIN_RECORD_ACTION": "stop",
-            "PAGETWIN_RECORD_MAX_MIB": "9",
-            "PAGETWIN_RECORD_GRAPHS": "0",
-        }
-    )
-    assert given == RecorderSettings(
-        Path("cases"),
-        sample_every=7,
-        rows=2,
-        action="stop",
-        max_mib=9,
-        vllm_graphs=False,
-    )
-    with pytest.raises(ValueError, match="PAGETWIN_RECORD_GRAPHS = 'yes': expected 0"):
-        settings_from_environment(
-            {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_GRAPHS": "yes"}
-        )
-    with pytest.raises(ValueError, match="PAGETWIN_RECORD_EVERY = 'x': expected"):
-        settings_from_environment(
-            {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_EVERY": "x"}
-        )
-    with pytest.raises(ValueError, match="action = 'halt': expected continue or stop"):
-        settings_from_environment(
-            {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_ACTION": "halt"}
-        )
 
 
 def test_layers_are_wrapped_if_the_environment_says_so_and_not_otherwise(

@@ -18,11 +18,7 @@ from pagetwin.recorder.case import (
 from pagetwin.recorder.findings import Corruption, CorruptionFound
 from pagetwin.recorder.graphs import GraphSamples
 from pagetwin.recorder.laws.attention import RecordedCall
-from pagetwin.recorder.settings import (
-    RecorderSettings,
-    prepare_folder,
-    settings_from_environment,
-)
+from pagetwin.recorder.settings import RecorderSettings, prepare_folder
 from pagetwin.recorder.step import HostStep, StepCopy
 from recorder_parts import (
     FOUND,
@@ -82,14 +78,6 @@ def test_a_stored_step_is_the_same_again() -> None:
 
 
 # stored cases
-
-
-def test_a_case_is_the_same_again(tmp_path: Path) -> None:
-    own = stored(ring=(step(3), step(4)))
-    found = load_case(save_case(tmp_path, own, 64))
-    assert (found.finding.law, found.sentence) == ("slots", "step 5: wrong")
-    assert [ring_step.number for ring_step in found.ring] == [3, 4]
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_two_cases_of_the_same_step_have_files_of_their_own(tmp_path: Path) -> None:
@@ -279,18 +267,6 @@ def test_the_first_step_and_every_nth_are_sampled_and_layers_take_turns(
     assert not own.is_turn("a", 2) and not own.is_turn("c", 2) and own.layers[2] == "c"
 
 
-def test_the_last_token_of_the_longest_sequence_is_among_the_sampled_ones(
-    tmp_path: Path,
-) -> None:
-    own, _ = samples(tmp_path, rows=2, seed=1)
-    long = step(query_start_loc=[0, 30, 60], seq_lens=[90, 40])
-    for number in range(20):
-        chosen = own._choose(replace(long, number=number))
-        assert 29 in chosen and len(chosen) == 2 and chosen == sorted(chosen)
-    assert len({tuple(own._choose(replace(long, number=n))) for n in range(9)}) > 1
-    assert own._choose(long, 20)[-1] <= 19
-
-
 def test_writes_and_changes_decide_which_blocks_are_compared(tmp_path: Path) -> None:
     own, found = samples(tmp_path, rows=1)
     key_cache = torch.zeros(10, 4, 1, 2)
@@ -398,34 +374,6 @@ def test_a_graph_is_prepared_again_on_another_device() -> None:
 
 
 # settings
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"rows": 0}, "rows = 0: expected at least 1"),
-        ({"sample_every": 0}, "sample_every = 0"),
-        ({"watched_blocks": -1}, "watched_blocks = -1"),
-        ({"action": "go"}, "action = 'go': expected continue or stop"),
-    ],
-)
-def test_settings_out_of_range_are_rejected(
-    given: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    RecorderSettings(tmp_path, watched_blocks=0)
-    with pytest.raises(ValueError, match=words):
-        RecorderSettings(tmp_path, **given)
-
-
-def test_settings_of_the_environment() -> None:
-    assert settings_from_environment({}) is None
-    assert settings_from_environment({"PAGETWIN_RECORD": ""}) is None
-    words = {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_EVERY": "7"}
-    found = settings_from_environment(words | {"PAGETWIN_RECORD_GRAPHS": "0"})
-    assert found is not None and (found.sample_every, found.vllm_graphs) == (7, False)
-    for name, text in (("EVERY", "x"), ("GRAPHS", "yes"), ("ROWS", "-1")):
-        with pytest.raises(ValueError, match=f"PAGETWIN_RECORD_{name} = '{text}'"):
-            settings_from_environment(words | {f"PAGETWIN_RECORD_{name}": text})
 
 
 def test_a_folder_that_cannot_hold_the_cases_is_named(

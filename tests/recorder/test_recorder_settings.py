@@ -54,6 +54,10 @@ def test_each_variable_of_the_environment_is_a_setting() -> None:
     found = settings_from_environment({"PAGETWIN_RECORD": "cases", **given})
     right = {"sample_every": 3, "rows": 5, "action": "stop", "max_mib": 7}
     assert found == RecorderSettings(Path("cases"), **right)
+    assert settings_from_environment({"PAGETWIN_RECORD": ""}) is None
+    given = {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_GRAPHS": "0"}
+    found = settings_from_environment(given)
+    assert found == RecorderSettings(Path("cases"), vllm_graphs=False)
     given = {"PAGETWIN_RECORD": "cases", "PAGETWIN_RECORD_GRAPHS": "1"}
     assert settings_from_environment(given) == RecorderSettings(Path("cases"))
     for name, text in (("ROWS", "²"), ("GRAPHS", "2"), ("MAX_MIB", "")):
@@ -65,6 +69,12 @@ def test_each_variable_of_the_environment_is_a_setting() -> None:
     "name", ["sample_every", "rows", "ring", "max_mib", "max_cases"]
 )
 def test_settings_begin_at_one(tmp_path: Path, name: str) -> None:
+    """Except for the number of watched blocks, which may be 0."""
+    RecorderSettings(tmp_path, watched_blocks=0)
+    with pytest.raises(ValueError, match="watched_blocks = -1"):
+        RecorderSettings(tmp_path, watched_blocks=-1)
+    with pytest.raises(ValueError, match="action = 'go': expected continue or stop"):
+        RecorderSettings(tmp_path, action="go")
     assert getattr(RecorderSettings(tmp_path, **{name: 1}), name) == 1
     with pytest.raises(ValueError, match=f"{name} = 0: expected at least 1"):
         RecorderSettings(tmp_path, **{name: 0})
