@@ -1,12 +1,19 @@
 """The names of flash-attn: results, caches and strides on both twins, and what is not computed."""
 
+import importlib.util
 import inspect
+import json
 import sys
 
 import pytest
 import torch
 from pagetwin.integrations import flash_attn
-from pagetwin.integrations.flash_attn import FlashAttention, install, uninstall
+from pagetwin.integrations.flash_attn import (
+    FlashAttention,
+    install,
+    uninstall,
+    write_hub_kernel,
+)
 from pagetwin.integrations.flash_attn.padding import pad_input, unpad_input
 from support.twins import TWINS
 
@@ -372,3 +379,27 @@ def test_signatures_show_what_callers_look_for():
         assert {"softmax_scale", "causal", "window_size", "softcap", "s_aux"} <= set(
             known
         )
+
+
+def test_a_kernel_of_the_hub_has_the_functions_and_is_written_once(tmp_path):
+    folder = write_hub_kernel(tmp_path / "kernel", "reference")
+    file = folder / "build/torch-universal/__init__.py"
+    spec = importlib.util.spec_from_file_location("hub_kernel", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.flash_attn_with_kvcache.__self__.implementation == "reference"
+    metadata = json.loads(file.with_name("metadata.json").read_text())
+    assert metadata["name"] == "pagetwin-flash-attn"
+    with pytest.raises(FileExistsError, match="is not empty"):
+        write_hub_kernel(folder)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        write_hub_kernel(tmp_path / "other", "a_package_that_is_missing")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_kernel_of_the_hub_is_loaded_by_its_name(tmp_path, monkeypatch):
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed")
+    folder = write_hub_kernel(tmp_path / "kernel", "reference")
+    monkeypatch.setenv("LOCAL_KERNELS", f"pagetwin/flash-attn={folder}")
+    found = kernels.get_kernel("pagetwin/flash-attn", version=1, trust_remote_code=True)
+    assert found.flash_attn_func.__self__.implementation == "reference"

@@ -6,6 +6,7 @@
 """
 
 from .calls import FlashAttention as FlashAttention
+from .hub import write_hub_kernel as write_hub_kernel
 from .install import API_VERSION as API_VERSION
 from .install import install as install
 from .install import uninstall as uninstall
