@@ -41,7 +41,7 @@ def bench_plots(folder: Path = DATA) -> dict[str, bytes]:
     if not runs:
         return {}
     with tempfile.TemporaryDirectory() as place:
-        drawn = write_plots(runs[0], Path(place) / "bench.svg")
+        drawn = write_plots(runs[0], Path(place) / "bench.svg", has_roofline=False)
         return {path.name: path.read_bytes() for path in drawn}
 
 
@@ -50,12 +50,92 @@ def bench_plot(folder: Path = DATA) -> str:
     if not _runs("standard", folder):
         return NOTHING
     what = (
-        "Roofline of all workloads, and the share of its ceiling that each one reaches"
+        "One bar per workload: the share of its ceiling that our kernel reaches, with a marker per"
+        " other implementation. The table below has the ratios."
     )
-    return "\n".join(
+    pictures = "\n".join(
         f"![{what}](pictures/bench{dark}.svg#only-{page})"
         for dark, page in (("", "light"), ("-dark", "dark"))
     )
+    return f'<div class="plot" tabindex="0" markdown>\n\n{pictures}\n\n</div>'
+
+
+KINDS = {
+    "decode": "decodes",
+    "mla": "latent decodes (MLA)",
+    "cross": "cross-attention",
+    "verify": "verification of drafts",
+    "chunk": "chunks of a prompt",
+    "prefill": "prefills",
+    "encoder": "encoders",
+    "mixed": "mixed batches",
+    "cascade": "cascades",
+    "write": "cache writes",
+}
+"""Kinds of workloads, by the beginning of their names."""
+
+
+def bench_kinds(folder: Path = DATA) -> str:
+    """Return one row per kind of workload: our best and worst ratio to the best other kernel.
+
+    The newest time of each workload on the device of the newest run counts. Baselines that read
+    gathered keys, and our own kernels with other options, are left out.
+    """
+    standard = _runs("standard", folder)
+    if not standard:
+        return NOTHING
+    device = standard[0]["machine"]["device"]
+    runs = [
+        run
+        for run in (*standard, *_runs("extended", folder))
+        if run["machine"]["device"] == device
+    ]
+    rows: dict[str, list[tuple[float, str, str, float, float]]] = {}
+    seen = set()
+    for run in runs:
+        for workload in run["workloads"]:
+            if workload["name"] in seen:
+                continue
+            seen.add(workload["name"])
+            found = _best_other(workload)
+            kind = KINDS.get(workload["name"].partition("-")[0])
+            if found is not None and kind is not None:
+                rows.setdefault(kind, []).append(found)
+    dates = sorted({run["machine"]["date"][:10] for run in runs})
+    days = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    lines = [
+        f"{device}, {days}. A ratio is our time divided by that of the best other kernel that reads"
+        " the same pages: below 1, pagetwin is faster.",
+        "",
+        "| kind | workloads | best ratio | worst ratio | ours, other (µs) in the worst |",
+        "|---|---:|---|---|---|",
+    ]
+    for kind in KINDS.values():
+        found = sorted(rows.get(kind, []))
+        if not found:
+            continue
+        best, worst = found[0], found[-1]
+        lines.append(
+            f"| {kind} | {len(found)} | {best[0]:.2f}: `{best[1]}` | {worst[0]:.3f}: `{worst[1]}` |"
+            f" {worst[3]:,.1f}, {worst[4]:,.1f} ({worst[2]}) |"
+        )
+    return "\n".join(lines)
+
+
+def _best_other(
+    workload: dict[str, Any],
+) -> tuple[float, str, str, float, float] | None:
+    """Return ratio, workload, name of the best other kernel, our time and its time.
+
+    The ratio is the recorded one: the median of the rounds' ratios.
+    """
+    aim = workload.get("aim") or {}
+    name = workload.get("best_peer") or aim.get("baseline")
+    ratio = workload.get("ratio_to_best_peer") or aim.get("ratio")
+    if name is None or ratio is None or name.startswith("ours"):
+        return None
+    times = [workload["results"][it]["median_us"] for it in ("ours", name)]
+    return ratio, workload["name"], name, times[0], times[1]
 
 
 def bench_table(folder: Path = DATA) -> str:

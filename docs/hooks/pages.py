@@ -315,6 +315,7 @@ MACROS: dict[str, Callable[..., str]] = {
         gpu_runs.latest_gpu_runs,
         bench_table.bench_table,
         bench_table.bench_plot,
+        bench_table.bench_kinds,
         bench_table.bench_workloads,
         bench_table.bench_extended,
         bench_table.bench_extended_workloads,

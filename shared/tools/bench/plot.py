@@ -23,23 +23,34 @@ MARKERS = dict(
 )
 
 
-def write_plots(record: Mapping[str, Any], path: Path) -> list[Path]:
-    """Write the light plot to a path and the dark one next to it, and return both paths."""
+def write_plots(
+    record: Mapping[str, Any], path: Path, has_roofline: bool = True
+) -> list[Path]:
+    """Write the light plot to a path and the dark one next to it, and return both paths.
+
+    Args:
+        record: The record of a benchmark.
+        path: Where the light plot is written.
+        has_roofline: Whether the roofline is drawn beside the shares.
+    """
     paths = [path, path.with_stem(f"{path.stem}-dark")]
     for colors, file in zip((LIGHT, DARK), paths, strict=True):
-        figure = draw_benchmark(record, colors)
+        figure = draw_benchmark(record, colors, has_roofline)
         has_date = {"metadata": {"Date": None}} if file.suffix == ".svg" else {}
         with whole_file(file) as unfinished:
             figure.savefig(unfinished, dpi=160, facecolor=colors["page"], **has_date)
     return paths
 
 
-def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
+def draw_benchmark(
+    record: Mapping[str, Any], colors: Mapping[str, str], has_roofline: bool = True
+) -> Any:
     """Return the figure of a record.
 
     Args:
         record: The record of a benchmark.
         colors: LIGHT or DARK.
+        has_roofline: Whether the roofline is drawn beside the shares.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -52,12 +63,13 @@ def draw_benchmark(record: Mapping[str, Any], colors: Mapping[str, str]) -> Any:
     ]
     with matplotlib.rc_context(style):
         height = 1.9 + 0.31 * max(len(rows), 6)
-        figure = Figure(figsize=(13, height), layout="constrained")
+        width = 13 if has_roofline else 8
+        figure = Figure(figsize=(width, height), layout="constrained")
         title = f"{record['machine']['device']}, {record['machine']['date'][:10]}"
         if record["meaningless"]:
             title = "tiny workloads in an interpreter: these times have no meaning"
         figure.suptitle(title, x=0.01, ha="left", color=colors["faint"])
-        if record["ceilings"] is None:
+        if record["ceilings"] is None or not has_roofline:
             _draw_shares(figure.subplots(), record, rows, colors)
         else:
             left, right = figure.subplots(1, 2, width_ratios=(5, 7))
@@ -216,9 +228,9 @@ def _legend(
         handles[-1].set_label("best published")
     axes.legend(
         handles=handles,
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        ncols=min(len(handles), 5),
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=min(len(handles), 3 if len(handles) == 6 else 5),
         borderaxespad=0.2,
         columnspacing=1.2,
         handletextpad=0.4,
