@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "docs" / "course.md"
 STOP = re.compile(r"^\| (\d+) \| `(.+?)`", re.M)
+LINE = re.compile(r'<a data-line="(\d+)" href="([^"]+)"')
 NAME = re.compile(r"(?<![\[\w/])`([\w./]+)`")
 
 
@@ -53,6 +54,11 @@ def linked_course(markdown: str) -> str:
     return "".join(linked)
 
 
+def with_lines(html: str) -> str:
+    """Return the course's HTML with the line of a definition at the end of its link."""
+    return LINE.sub(r'<a href="\2#__line-0-\1"', html)
+
+
 def _link(name: str, own: Path | None) -> str:
     """Return a name as code, with a link if it is a file or is defined in the stop's own file."""
     path = _file(name, own)
@@ -61,7 +67,8 @@ def _link(name: str, own: Path | None) -> str:
     if own is not None:
         line = _lines(own).get(name)
         if line is not None:
-            return f"[`{name}`]({_page(own)}#__line-0-{line})"
+            # mkdocs does not know the anchors of lines: `with_lines` adds them
+            return f'[`{name}`]({_page(own)}){{: data-line="{line}" }}'
     return f"`{name}`"
 
 

@@ -45,7 +45,9 @@ def test_every_file_of_the_course_is_a_link_to_its_page(source_files: Any) -> No
     linked = source_files.linked_course(course)
     text = re.sub(r"```.*?```", "", linked, flags=re.S)
     pages = source_files.source_pages()
-    links = re.findall(r"\[`[\w./]+`\]\((files/[\w/.]+)(?:#__line-0-(\d+))?\)", text)
+    links = re.findall(
+        r"\[`[\w./]+`\]\((files/[\w/.]+)\)(?:\{: data-line=\"(\d+)\" \})?", text
+    )
     assert {target for target, _ in links} == set(pages)
     assert not re.search(r"(?<!\[)`[\w./]+\.py`", text.split("## The exercise")[0])
     for target, line in links:
@@ -53,9 +55,18 @@ def test_every_file_of_the_course_is_a_link_to_its_page(source_files: Any) -> No
         assert not line or re.match(r" *(def|class) ", code[int(line) - 1]), target
 
 
+@pytest.mark.site
+def test_links_of_the_course_lead_to_lines_that_exist(site: Path) -> None:
+    html = (site / "course/index.html").read_text(encoding="utf-8")
+    links = re.findall(r'href="\.\./(files/[^"#]+)#(__line-0-\d+)"', html)
+    assert len(links) > 10 and "data-line" not in html
+    for page, line in links:
+        assert f'id="{line}"' in (site / page / "index.html").read_text("utf-8")
+
+
 def test_a_name_is_linked_only_where_its_file_defines_it(source_files: Any) -> None:
     path = ROOT / "reference/cache/slot_mapping.py"
-    assert "slot_mapping.md#__line-0-" in source_files._link(
+    assert "slot_mapping.md){: data-line=" in source_files._link(
         "compute_slot_mapping", path
     )
     assert source_files._link("schedule", path) == "`schedule`"
