@@ -88,7 +88,25 @@ def coded_writes(draw: st.DrawFn) -> CodedWrite:
     return CodedWrite(draw(writes((torch.float32,))), draw(st.integers(0, 2**16)))
 
 
-@law("reshape_and_cache", cases=coded_writes())
+WIDE_ROWS = [
+    CodedWrite(
+        CacheWrite(
+            (90, -1, 3, 47, 16, 95, 0),
+            0,
+            CacheSizes(6, 16, kv_heads, size, value_size, torch.float32),
+            ("packed", "packed"),
+            1,
+            seed,
+        ),
+        seed,
+    )
+    for seed in range(len(CODED))
+    for kv_heads, size, value_size in ((8, 128, 128), (3, 80, 40), (1, 512, 16))
+]
+"""Rows of sizes that models have, in each format."""
+
+
+@law("reshape_and_cache", cases=coded_writes(), edges=WIDE_ROWS)
 def a_cache_of_codes_holds_the_codes_and_scales_of_each_token(
     setting: Setting, case: CodedWrite
 ) -> None:
