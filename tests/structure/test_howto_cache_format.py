@@ -1,15 +1,11 @@
 """The how-to page about a cache format: its blocks add it, and it gives the number of files."""
 
 import json
-import os
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.howto_pages import apply_page, change, run_in
 
 pytestmark = [
     pytest.mark.long,
@@ -18,12 +14,6 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "howto" / "cache_format.md").read_text(encoding="utf-8")
-NEW_FILE = re.compile(r"^\| \d+ \| `([\w/]+/)<format>\.py` \| new", re.MULTILINE)
-CHANGED_FILE = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \|", re.MULTILINE)
-BLOCK = re.compile(r"^```(text|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MOST_FILES = 9
 TRY = """
 import json
 
@@ -63,45 +53,13 @@ print(json.dumps(found))
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """Return a copy of the sources to which the blocks of the page are applied."""
-    for folder in ("reference", "optimized", "shared", ".typing"):
-        shutil.copytree(
-            ROOT / folder,
-            tmp_path / folder,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-    blocks = [(match[1], match[2]) for match in BLOCK.finditer(PAGE)]
-    patch = "".join(text for kind, text in blocks if kind == "diff")
-    sources = [text for kind, text in blocks if kind == "text"]
-    subprocess.run(
-        ["git", "apply", "-"],
-        cwd=tmp_path,
-        input=patch,
-        text=True,
-        check=True,
-        env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
-    )
-    for folder, source in zip(NEW_FILE.findall(PAGE), sources, strict=True):
-        (tmp_path / folder / "int8_per_head.py").write_text(source, encoding="utf-8")
-    patched = re.findall(r"^\+\+\+ b/(.*)$", patch, re.MULTILINE)
-    assert sorted(patched) == sorted(CHANGED_FILE.findall(PAGE))
-    assert f"**Files: {len(blocks)}.**" in PAGE
-    assert len(blocks) <= MOST_FILES
+    apply_page("cache_format.md", tmp_path, "<format>", "int8_per_head", most=9)
     return tmp_path
 
 
 def try_laws(copy: Path) -> dict[str, dict[str, int]]:
     """Return how many cases of each law break on each twin."""
-    done = subprocess.run(
-        [sys.executable, "-c", TRY],
-        cwd=copy,
-        env=os.environ
-        | {"PYTHONPATH": str(copy / ".typing"), "TRITON_INTERPRET": "1"}
-        | {"TRITON_CACHE_DIR": str(copy / "cache"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_in(copy, TRY)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -113,7 +71,7 @@ def test_the_page_adds_a_format_to_both_twins_and_the_laws_hold(copy: Path) -> N
 
 
 def test_the_bugs_that_the_page_plants_break_a_law(copy: Path) -> None:
-    for path, right, wrong in (
+    for name, right, wrong in (
         ("reference/cache/formats", ".round()", ".trunc()"),
         (
             "optimized/kernels/portable/formats",
@@ -121,10 +79,7 @@ def test_the_bugs_that_the_page_plants_break_a_law(copy: Path) -> None:
             "return result / load_scale",
         ),
     ):
-        file = copy / path / "int8_per_head.py"
-        text = file.read_text(encoding="utf-8")
-        assert text.count(right) == 1
-        file.write_text(text.replace(right, wrong), encoding="utf-8")
+        change(copy, f"{name}/int8_per_head.py", right, wrong)
     found = try_laws(copy)
     assert found["reference"]["write"] > 0 and found["optimized"]["write"] == 0
     assert found["optimized"]["attend"] > 0
