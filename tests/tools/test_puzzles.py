@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +16,12 @@ from pagetwin.tools.puzzles.folder import write
 from pagetwin.tools.puzzles.puzzle import Puzzle
 from pagetwin.tools.puzzles.runner import check_folder
 from pagetwin.tools.puzzles.tasks import PUZZLES
-from puzzles.mistakes import MISTAKES
 from typer.testing import CliRunner
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
@@ -25,6 +30,15 @@ pytestmark = pytest.mark.skipif(
 HERE = Path(__file__).parent
 SECONDS_OF_A_CHECK = 5.0
 BY_NAME = {puzzle.name: puzzle for puzzle in PUZZLES}
+MISTAKES = [
+    (name, hint, texts)
+    for name, by_hint in tomllib.loads(
+        (HERE / "puzzles" / "mistakes.toml").read_text(encoding="utf-8")
+    ).items()
+    for hint, mistakes in by_hint.items()
+    for texts in mistakes
+]
+"""Puzzles, hints, and texts of the solution that are each followed by what replaces it."""
 EACH = pytest.mark.parametrize("puzzle", PUZZLES, ids=BY_NAME)
 
 
@@ -59,18 +73,13 @@ def test_a_right_answer_is_accepted_in_less_than_five_seconds(puzzle, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        (name, index)
-        for name, all_of in MISTAKES.items()
-        for index in range(len(all_of))
-    ],
-    ids=[f"{name}-{hint}" for name, all_of in MISTAKES.items() for hint, _ in all_of],
+    ("name", "hint", "texts"),
+    MISTAKES,
+    ids=[f"{name}-{hint}" for name, hint, _ in MISTAKES],
 )
-def test_a_usual_mistake_gets_its_own_hint(name, number, tmp_path):
+def test_a_usual_mistake_gets_its_own_hint(name, hint, texts, tmp_path):
     puzzle, text = BY_NAME[name], solution(BY_NAME[name])
-    hint, changes = MISTAKES[name][number]
-    for old, new in changes:
+    for old, new in zip(texts[::2], texts[1::2], strict=True):
         assert old in text
         text = text.replace(old, new)
     file = tmp_path / puzzle.file
@@ -84,7 +93,7 @@ def test_a_usual_mistake_gets_its_own_hint(name, number, tmp_path):
 
 @EACH
 def test_each_puzzle_has_three_mistakes_and_each_hint_is_given_once(puzzle):
-    given = {hint for hint, _ in MISTAKES[puzzle.name]}
+    given = {hint for name, hint, _ in MISTAKES if name == puzzle.name}
     assert len(given) >= 3
     assert {hint.name for hint in puzzle.hints} <= given
 
