@@ -16,13 +16,12 @@ from pagetwin.tools.puzzles.list_form import (
     on_lists,
 )
 from pagetwin.tools.puzzles.tasks import PUZZLES
-from puzzles.mistakes import MISTAKES
+from support.puzzle_answers import MISTAKES, mistaken, solution_of
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
 )
 
-SOLUTIONS = Path(__file__).parent / "puzzles/solutions"
 WITH_LISTS = {
     puzzle.name: puzzle for puzzle in PUZZLES if puzzle.name not in TERMINAL_ONLY
 }
@@ -58,7 +57,7 @@ def outcome_of(forms, name, text, tmp_path):
 def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(
     forms, name, tmp_path
 ):
-    text = (SOLUTIONS / f"{name}.py").read_text()
+    text = solution_of(name)
     assert outcome_of(forms, name, text, tmp_path) == {"status": list_check.SOLVED}
     template = forms[name]["template"]
     assert list_check.check(forms[name], template)["status"] == list_check.NOT_STARTED
@@ -67,20 +66,15 @@ def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "number"),
+    ("name", "hint", "texts"),
     [
-        (name, number)
-        for name in WITH_LISTS
-        for number, (hint, _) in enumerate(MISTAKES[name])
-        if hint not in OF_TENSORS
+        mistake
+        for mistake in MISTAKES
+        if mistake[0] in WITH_LISTS and mistake[1] not in OF_TENSORS
     ],
 )
-def test_a_mistake_gets_the_hint_of_the_terminal(forms, name, number, tmp_path):
-    hint, changes = MISTAKES[name][number]
-    text = (SOLUTIONS / f"{name}.py").read_text()
-    for old, new in changes:
-        text = text.replace(old, new)
-    outcome = outcome_of(forms, name, text, tmp_path)
+def test_a_mistake_gets_the_hint_of_the_terminal(forms, name, hint, texts, tmp_path):
+    outcome = outcome_of(forms, name, mistaken(name, texts), tmp_path)
     assert (outcome["status"], outcome["hint"]) == (list_check.WRONG, hint), outcome
 
 

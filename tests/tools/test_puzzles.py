@@ -2,7 +2,6 @@
 
 import doctest
 import re
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,10 @@ from pagetwin.contract.operations import CONCEPTS
 from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
 from pagetwin.tools.puzzles.check import NOT_STARTED, SOLVED, WRONG, check_file, load
 from pagetwin.tools.puzzles.folder import write
-from pagetwin.tools.puzzles.puzzle import Puzzle
 from pagetwin.tools.puzzles.runner import check_folder
 from pagetwin.tools.puzzles.tasks import PUZZLES
+from support.puzzle_answers import MISTAKES, mistaken, solution_of
 from typer.testing import CliRunner
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
@@ -30,22 +24,7 @@ pytestmark = pytest.mark.skipif(
 HERE = Path(__file__).parent
 SECONDS_OF_A_CHECK = 5.0
 BY_NAME = {puzzle.name: puzzle for puzzle in PUZZLES}
-MISTAKES = [
-    (name, hint, texts)
-    for name, by_hint in tomllib.loads(
-        (HERE / "puzzles" / "mistakes.toml").read_text(encoding="utf-8")
-    ).items()
-    for hint, mistakes in by_hint.items()
-    for texts in mistakes
-]
-"""Puzzles, hints, and texts of the solution that are each followed by what replaces it."""
 EACH = pytest.mark.parametrize("puzzle", PUZZLES, ids=BY_NAME)
-
-
-def solution(puzzle: Puzzle) -> str:
-    """Return the text of a right answer."""
-    file = HERE / "puzzles" / "solutions" / f"{puzzle.name}.py"
-    return file.read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -64,7 +43,7 @@ def pagetwin(tmp_path, monkeypatch):
 @EACH
 def test_a_right_answer_is_accepted_in_less_than_five_seconds(puzzle, tmp_path):
     file = tmp_path / puzzle.file
-    file.write_text(solution(puzzle))
+    file.write_text(solution_of(puzzle.name))
     began = time.process_time()
     outcome = check_file(puzzle, file)
     assert outcome.status == SOLVED, outcome
@@ -78,12 +57,9 @@ def test_a_right_answer_is_accepted_in_less_than_five_seconds(puzzle, tmp_path):
     ids=[f"{name}-{hint}" for name, hint, _ in MISTAKES],
 )
 def test_a_usual_mistake_gets_its_own_hint(name, hint, texts, tmp_path):
-    puzzle, text = BY_NAME[name], solution(BY_NAME[name])
-    for old, new in zip(texts[::2], texts[1::2], strict=True):
-        assert old in text
-        text = text.replace(old, new)
+    puzzle = BY_NAME[name]
     file = tmp_path / puzzle.file
-    file.write_text(text)
+    file.write_text(mistaken(name, texts))
     began = time.process_time()
     outcome = check_file(puzzle, file)
     assert (outcome.status, outcome.hint) == (WRONG, hint), outcome
@@ -102,7 +78,7 @@ def test_each_puzzle_has_three_mistakes_and_each_hint_is_given_once(puzzle):
 @EACH
 def test_the_worked_example_is_right(puzzle, tmp_path):
     file = tmp_path / f"solution_{puzzle.file}"
-    file.write_text(solution(puzzle))
+    file.write_text(solution_of(puzzle.name))
     solved = vars(load(file))
     (tmp_path / puzzle.file).write_text(puzzle.template)
     module = load(tmp_path / puzzle.file)
@@ -177,7 +153,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path, monkeypatch):
 def test_a_loop_or_a_crash_ends_only_its_own_check(tmp_path):
     chosen = [BY_NAME[name] for name in ("slot_mapping", "gather", "gqa", "decode")]
     for puzzle in chosen:
-        (tmp_path / puzzle.file).write_text(solution(puzzle))
+        (tmp_path / puzzle.file).write_text(solution_of(puzzle.name))
     head = "def slot_mapping(**arguments):\n    "
     (tmp_path / "01_slot_mapping.py").write_text(f"{head}while True: pass\n")
     head = "import os\ndef gather(**arguments):\n    "
@@ -197,9 +173,9 @@ def test_a_loop_or_a_crash_ends_only_its_own_check(tmp_path):
 @pytest.mark.quick
 def test_the_check_prints_the_counterexample_and_where_it_differs(pagetwin, tmp_path):
     assert pagetwin("mine", "1", "2", "4").exit_code == 0
-    wrong = solution(BY_NAME["causal_mask"]).replace("<=", "<")
+    wrong = solution_of("causal_mask").replace("<=", "<")
     (tmp_path / "mine" / "04_causal_mask.py").write_text(wrong)
-    right = solution(BY_NAME["slot_mapping"])
+    right = solution_of("slot_mapping")
     (tmp_path / "mine" / "01_slot_mapping.py").write_text(right)
     result = pagetwin("--check", "mine")
     assert result.exit_code == DISAGREE
@@ -242,7 +218,7 @@ def test_an_error_in_an_answer_is_shown_once_with_its_line(
     puzzle, line, pagetwin, tmp_path
 ):
     """A folder is relative to the current one, and the kernel runs in the interpreter."""
-    text, number = with_first_line(solution(puzzle), line)
+    text, number = with_first_line(solution_of(puzzle.name), line)
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / puzzle.file).write_text(text)
@@ -255,7 +231,7 @@ def test_an_error_in_an_answer_is_shown_once_with_its_line(
 
 
 def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
-    text, number = with_first_line(solution(BY_NAME["decode"]), "undefined_name")
+    text, number = with_first_line(solution_of("decode"), "undefined_name")
     (tmp_path / "12_decode.py").write_text(text)
     shown = " ".join(pagetwin("--check", "./12_decode.py").output.split())
     assert shown.count("NameError") == 1 and "InterpreterError" not in shown
@@ -270,7 +246,7 @@ def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
 def test_an_error_that_only_a_law_meets_has_its_line_and_no_other_hint(
     puzzle, tmp_path
 ):
-    text, number = with_first_line(solution(puzzle), "undefined_name")
+    text, number = with_first_line(solution_of(puzzle.name), "undefined_name")
     file = tmp_path / puzzle.file
     file.write_text(text)
     outcome = check_file(replace(puzzle, cases=list), file)
@@ -301,7 +277,7 @@ def test_a_docstring_says_which_strides_the_tensors_have(puzzle):
 
 
 def test_who_solved_all_is_shown_folders_that_exist(pagetwin, tmp_path):
-    (tmp_path / "07_gqa.py").write_text(solution(BY_NAME["gqa"]))
+    (tmp_path / "07_gqa.py").write_text(solution_of("gqa"))
     shown = "".join(pagetwin("--check", "gqa").output.split())
     found = re.search("thecodein(/.*reference)and(/.*optimized)[.]", shown)
     assert found and all(Path(group).is_dir() for group in found.groups())
