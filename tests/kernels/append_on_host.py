@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import sm90_on_host
-from pagetwin.optimized.kernels.sm90.append import producer, segments
-from pagetwin.optimized.kernels.sm90.common import tile_range, work_item
+from pagetwin.optimized.kernels.sm90.append import segments
+from pagetwin.optimized.kernels.sm90.common import (
+    scheduler,
+    stream_k,
+    tile_range,
+    work_item,
+)
 from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
-from pagetwin.optimized.kernels.sm90.prefill import scheduler
 
-CONSTANTS = ("REQS_PER_PASS", "MAX_SEGMENTS", "SPANS", "WORK_STAGES")
+CONSTANTS = ("REQS_PER_PASS", "MAX_SEGMENTS", "SPANS", "MIN_TILES")
 
 
 class Int32(sm90_on_host.Int32):
@@ -46,19 +50,6 @@ class Pointer(NamedTuple):
 
     def __add__(self, offset: Any) -> "Pointer":  # type: ignore[override]
         return Pointer(self.numbers, self.offset + offset)
-
-
-class Position:
-    """A position in a ring of stages."""
-
-    @staticmethod
-    def start(_: int) -> "Position":
-        """Return the first position."""
-        return Position()
-
-    def advance(self) -> "Position":
-        """Return the next position."""
-        return self
 
 
 class Item(NamedTuple):
@@ -108,17 +99,19 @@ def run_segments(
     """
     functions = (
         tile_range.first_visible_key,
-        segments._ceil_div,
+        stream_k.ceil_div,
         segments.count_request_tiles,
         segments._count_tiles,
-        segments.choose_length,
+        stream_k.choose_length,
         segments._count_requests,
         segments.find_segment,
         segments.locate_item,
-        producer.produce_q_and_k,
+        segments.produce_segment,
     )
     source = "\n".join(
-        inspect.getsource(function.fn).replace("@gluon.jit\n", "")
+        inspect.getsource(function.fn)
+        .replace("@gluon.jit\n", "")
+        .replace("@triton.jit\n", "")
         for function in functions
     )
     for old, new in mutations:
@@ -156,30 +149,28 @@ def run_segments(
         names: dict[str, Any] = {
             **{
                 name: getattr(member, "fn", member)
-                for module in (tile_range, scheduler, segments, producer)
+                for module in (tile_range, scheduler, segments)
                 for name, member in vars(module).items()
             },
-            "PipelineState": Position,
             "count_tokens": lambda config: tile_tokens,
-            "count_q_stages": lambda config: 2,
             "load_request": load_request,
-            "load_packed_q": lambda *_: None,
-            "load_k": lambda shared, batch, k, state, work, config: state,
-            "publish_end": lambda *_: None,
-            "publish_work": lambda shared, state, work, config, segment=segment: (
-                items.append(Item(segment, work))
+            "start_loads": lambda config: SimpleNamespace(work=None),
+            "load_item": lambda shared, loads, states, work, config, segment=segment: (
+                items.append(Item(segment, work)) or states
             ),
+            "publish_end": lambda *_: None,
             "gl": gl,
+            "tl": SimpleNamespace(
+                **vars(gl), cdiv=lambda a, b: Int32((a + (b - 1)) // b)
+            ),
         }
         for name in CONSTANTS:
             names[name] = names[name].value
-        names["requests_layout"] = lambda num_warps: None
+        names["requests_layout"] = lambda reqs, num_warps: None
         exec(source, names)
-        found = names["find_segment"](
-            batch, segment, num_segments, 2, config, tile_tokens
-        )
-        output = SimpleNamespace(group_size=1)
+        found = names["find_segment"](batch, segment, num_segments, config, tile_tokens)
+        loads = SimpleNamespace(batch=batch)
         # `count_tokens` above is that of all warpgroups
         of_one = config._replace(CONSUMERS=1)
-        names["produce_q_and_k"](None, batch, None, None, output, found, of_one)
+        names["produce_segment"](None, loads, found, of_one)
     return items

@@ -4,8 +4,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from pagetwin.optimized.kernels.sm90.common import tile_range
-from pagetwin.optimized.kernels.sm90.prefill import scheduler
+from pagetwin.optimized.kernels.sm90.common import scheduler, tile_range
 
 
 class Int32(int):

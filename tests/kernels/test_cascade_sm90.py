@@ -37,7 +37,12 @@ def test_the_work_items_are_each_query_tile_of_each_head_and_split(
     heads, tile_tokens, prefix_len = 3, 32, 912
     config = SimpleNamespace(BLOCK_N=128)
     names = run_on_host(more=(scheduler.count_items, scheduler.locate_item))
-    prefix = scheduler.PrefixRows(*map(Int32, (tokens, prefix_len, split_len, heads)))
+    prefix = SimpleNamespace(
+        num_tokens=Int32(tokens),
+        prefix_len=Int32(prefix_len),
+        split_len=Int32(split_len),
+        num_heads=Int32(heads),
+    )
     found = []
     for item in range(int(names["count_items"](prefix, tile_tokens))):
         work = names["locate_item"](prefix, Int32(item), config, tile_tokens)

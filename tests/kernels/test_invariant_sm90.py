@@ -14,17 +14,19 @@ from hopper_launches import Way, record_launches
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.common import scheduler
 from pagetwin.optimized.kernels.sm90.common.config import (
-    MASK_BEGIN,
-    MASK_END,
     WARPGROUP_M,
     Sm90Config,
     choose_consumers,
+)
+from pagetwin.optimized.kernels.sm90.common.traits import (
+    MASK_BEGIN,
+    MASK_END,
     choose_masks,
 )
 from pagetwin.optimized.kernels.sm90.invariant import family
 from pagetwin.optimized.kernels.sm90.invariant import scheduler as invariant_scheduler
-from pagetwin.optimized.kernels.sm90.prefill import scheduler
 from pagetwin.optimized.runtime import workspace
 from sm90_on_host import Int32, run_on_host
 from support.compile_prefill_sm90 import BF16, FP16
@@ -121,15 +123,14 @@ def check_splits(
     block_n, tokens = config.BLOCK_N, WARPGROUP_M.value // config.GROUP
     masks = choose_masks.fn(config)
     keys = np.arange(-(-kv_len // block_n) * block_n)
-    batch = SimpleNamespace(num_heads=Int32(num_splits))
+    batch = SimpleNamespace(num_heads=Int32(num_splits), num_splits=Int32(num_splits))
     request = scheduler.RequestBounds(*map(Int32, (0, query_len, kv_len, 0)))
     num_tiles = -(-query_len // (consumers * tokens))
     items = scheduler.ItemRange(0, Int32(0), Int32(num_tiles * num_splits), 0, 0)
     computed: dict[int, list[tuple[int, int]]] = {}
     for item in range(num_tiles * num_splits):
         work = names["locate_split"](
-            batch, Int32(item), items, request, Int32(num_splits), config,
-            consumers * tokens,
+            batch, Int32(item), items, request, config, consumers * tokens
         )  # fmt: skip
         assert work.head == 0
         if work.num_kv_tiles <= 0:

@@ -24,6 +24,7 @@ from pagetwin.optimized.kernels.sm90.latent.combine import (
     latent_combine_kernel,
 )
 from pagetwin.optimized.kernels.sm90.latent.config import BLOCK_M, RANK
+from pagetwin.optimized.kernels.sm90.latent.plan import LatentDecodePlan
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.optimized.runtime.family import Task
 from pagetwin.optimized.runtime.launcher import Launcher
@@ -236,7 +237,7 @@ def to_call(batch: BatchTensors, out: Tensor, lse: Tensor | None) -> AttentionCa
     )
 
 
-def make_plan(call: AttentionCall) -> latent_family.LatentDecodePlan:
+def make_plan(call: AttentionCall) -> LatentDecodePlan:
     """Return the launch plan of a call that the kernel computes."""
     assert latent_family.supports(call)
     plan = latent_family.plan(call)
@@ -394,15 +395,13 @@ def test_the_laws_on_latents_hold_for_the_widths_of_the_kernel(
 ) -> None:
     """The laws draw smaller widths, which the portable kernels compute."""
     launched = []
-    launch = latent_family.LatentDecodePlan.launch
+    launch = LatentDecodePlan.launch
 
-    def count(
-        self: latent_family.LatentDecodePlan, call: AttentionCall, task: Task
-    ) -> None:
+    def count(self: LatentDecodePlan, call: AttentionCall, task: Task) -> None:
         launched.append(call)
         launch(self, call, task)
 
-    monkeypatch.setattr(latent_family.LatentDecodePlan, "launch", count)
+    monkeypatch.setattr(LatentDecodePlan, "launch", count)
     PIPELINE.plans.clear()  # a call that was repeated would not be planned
     setting = make_setting(load_candidate("optimized"), "cuda")
     plan = replace(LATENTS, heads=heads, needle=needle)

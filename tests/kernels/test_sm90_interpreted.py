@@ -156,9 +156,9 @@ FAULTS = {
         "used before warpgroup_mma_wait",
     ),
     "queries are loaded where an output is still stored from": Fault(
-        "common/mainloop.py",
-        "        tma.store_wait(0)\n        shared.q_pipe",
-        "        shared.q_pipe",
+        "common/pipeline.py",
+        "q_state.count > 0:\n        tma.store_wait(0)\n",
+        "q_state.count > 0:\n",
         "prefill, many work items",
         "expected a barrier between|overwritten before it was stored",
     ),
@@ -228,10 +228,8 @@ FAULTS = {
     ),
     "weights are read before they are there": Fault(
         "latent/consumer.py",
-        "                p_full_wait()\n"
-        "                alpha = shared.alpha.load(ACC_ROWS)\n",
-        "                alpha = shared.alpha.load(ACC_ROWS)\n"
-        "                p_full_wait()\n",
+        "        p_full_wait()\n        alpha = shared.alpha.load(ACC_ROWS)\n",
+        "        alpha = shared.alpha.load(ACC_ROWS)\n        p_full_wait()\n",
         "latent",
         "expected a barrier between",
     ),

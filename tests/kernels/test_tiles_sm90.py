@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pagetwin.optimized.kernels.sm90.common.config import (
+from pagetwin.optimized.kernels.sm90.common import scheduler
+from pagetwin.optimized.kernels.sm90.common.config import Sm90Config, choose_consumers
+from pagetwin.optimized.kernels.sm90.common.traits import (
     MASK_BEGIN,
     MASK_END,
-    Sm90Config,
-    choose_consumers,
     choose_masks,
     count_tokens,
     has_lower_bound,
 )
-from pagetwin.optimized.kernels.sm90.prefill import scheduler
 from sm90_on_host import Int32, run_on_host
 
 

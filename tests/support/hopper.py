@@ -22,7 +22,7 @@ from pagetwin.optimized.kernels.sm90.append import segments
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
-from pagetwin.optimized.kernels.sm90.latent import schedule
+from pagetwin.optimized.kernels.sm90.latent import items, schedule
 from pagetwin.optimized.kernels.sm90.prefill import family as prefill
 from pagetwin.optimized.runtime import workspace
 from pagetwin.optimized.runtime.attention_call import AttentionCall
@@ -67,7 +67,7 @@ def pretend_hopper(
         module = import_module(f"pagetwin.optimized.kernels.sm90.{name}.family")
         patch.setattr(module, "is_hopper", lambda device: True)
     # requests are counted in several passes
-    for module in (segments, schedule, *CHANGED.values()):
+    for module in (segments, schedule, items, *CHANGED.values()):
         for name in ("REQS_PER_PASS", "REQS_PER_SHORT_PASS"):
             if hasattr(module, name):
                 patch.setattr(module, name, gl.constexpr(2))
@@ -220,7 +220,8 @@ def launch(
         planned.launch_prefill(call, 0, scales)
     else:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(family, "count_processors", lambda _: case.processors)
+            module = import_module(type(planned).__module__)
+            patch.setattr(module, "count_processors", lambda _: case.processors)
             planned.launch(call)
     for counters in COUNTERS:
         assert not bool(counters.any()), "counters are not 0 after the launch"

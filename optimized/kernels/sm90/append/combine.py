@@ -52,7 +52,7 @@ def find_row(row, work, output, config: gl.constexpr):
     Args:
         row: [rows] of the query tile.
         work: its `WorkItem`.
-        output: `AppendOutput`.
+        output: `AppendArguments`.
     """
     query = row // config.GROUP
     of_group = row % config.GROUP

@@ -3,23 +3,15 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.config import (
-    LOG2_E,
-    WARP_SIZE,
-    WARPGROUP_M,
-    WORK_STAGES,
-    acc_layout,
-    count_q_stages,
-    count_tokens,
-    warp_layout,
-)
+from ..common.config import LOG2_E, WARP_SIZE, WARPGROUP_M
 from ..common.gluon_names import barrier
-from ..common.mainloop import attend_to_tiles, skip_tiles
-from ..common.mma import select_tiles, view_kv
-from ..common.pipeline import PipelineState, end_ping_pong, start_ping_pong
+from ..common.mma import select_tiles
+from ..common.own_tiles import attend_to_item, skip_tiles
+from ..common.roles import consume_items
 from ..common.score import softmax_scale
 from ..common.tile_range import OwnTiles, find_tiles
-from ..common.work_item import NO_WORK, find_segments, receive_work
+from ..common.traits import acc_layout, count_tokens, warp_layout
+from ..common.work_item import find_segments
 from ..invariant.fold import normalize_state
 from ..invariant.rows import store_lse, store_rows
 from .combine import combine_rows, find_row, finish_rows
@@ -28,67 +20,58 @@ from .rows import locate_partial
 
 @gluon.jit
 def consume_segment(
-    shared,
-    output,
-    score,
-    config: gl.constexpr,
-    CONSUMER: gl.constexpr,
+    shared, output, score, config: gl.constexpr, CONSUMER: gl.constexpr
 ):
-    """Run a consumer warpgroup: compute and store its rows of every published work item.
+    """Run a consumer warpgroup. The last one clears the rows of no request before.
 
     Args:
         shared: `SharedStorage`.
-        output: `AppendOutput`.
+        output: `AppendArguments`.
         score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """
+    if CONSUMER == config.CONSUMERS - 1:
+        _clear_padding(output, config)
+    consume_items(shared, (output, score), compute_tile, config, CONSUMER)
+
+
+@gluon.jit
+def compute_tile(
+    shared, kv, kv_state, q_state, work, args,
+    config: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Compute and store a warpgroup's rows of a work item (`roles.consume_items`).
+
+    Args:
+        args: `AppendArguments` and `ScoreArgs`.
+    """
+    output, score = args
     HEAD_DIM: gl.constexpr = config.HEAD_DIM
     LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    k, k_tail, v = view_kv(shared, config)
-    start_ping_pong(config, CONSUMER)
-    if CONSUMER == config.CONSUMERS - 1:
-        _clear_padding(output, config)
-    work_state = PipelineState.start(WORK_STAGES)
-    kv_state = PipelineState.start(config.STAGES)
-    q_state = PipelineState.start(count_q_stages(config))
-    work = receive_work(shared, work_state, config)
-    while work.num_kv_tiles != NO_WORK:
-        acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
-        m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
-        l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
-        if work.num_kv_tiles > 0:
-            tile = q_state.stage() * config.CONSUMERS + CONSUMER
-            tiles = select_tiles(shared, tile, k, k_tail, v, config)
-            shared.q_pipe.consumer_wait(q_state)
-            position = work.position + CONSUMER * count_tokens(config)
-            if position < work.seq_len:
-                own = _find_own_tiles(work, position, config)
-                kv_state = skip_tiles(shared, kv_state, own.after, config, CONSUMER)
-                carry, kv_state = attend_to_tiles(
-                    shared, tiles, (acc,), kv_state, q_state,
-                    work, own, position, score.scale_log2, config,
-                    CONSUMER,
-                )  # fmt: skip
-                kv_state = skip_tiles(shared, kv_state, own.before, config, CONSUMER)
-                acc = carry.acc[0]
-                m_i = gl.convert_layout(carry.m_i, ROWS)
-                l_i = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
-            else:
-                # no row of this warpgroup is a query
-                kv_state = _skip_all(
-                    shared,
-                    kv_state,
-                    work.num_kv_tiles,
-                    config,
-                    CONSUMER,
-                )
-            shared.q_pipe.consumer_release(q_state)
-            q_state = q_state.advance()
-        _store(output, acc, m_i, l_i, work, score, config, CONSUMER)
-        work_state = work_state.advance()
-        work = receive_work(shared, work_state, config)
-    end_ping_pong(config, CONSUMER)
+    acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+    m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
+    if work.num_kv_tiles > 0:
+        tiles = select_tiles(shared, kv, q_state, config, CONSUMER)
+        shared.q_pipe.consumer_wait(q_state)
+        position = work.position + CONSUMER * count_tokens(config)
+        if position < work.seq_len:
+            own = _find_own_tiles(work, position, config)
+            carry, kv_state = attend_to_item(
+                shared, tiles, (acc,), kv_state, q_state, work, own, position,
+                score.scale_log2, config, CONSUMER,
+            )  # fmt: skip
+            acc = carry.acc[0]
+            m_i = gl.convert_layout(carry.m_i, ROWS)
+            l_i = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
+        else:
+            # no row of this warpgroup is a query
+            kv_state = _skip_all(shared, kv_state, work.num_kv_tiles, config, CONSUMER)
+        shared.q_pipe.consumer_release(q_state)
+        q_state = q_state.advance()
+    _store(output, acc, m_i, l_i, work, score, config, CONSUMER)
+    return kv_state, q_state
 
 
 @gluon.jit

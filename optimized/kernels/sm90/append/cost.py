@@ -17,6 +17,7 @@ from ....runtime.cost_layer import BatchBounds, Layer, visible_keys
 from ....runtime.family import Estimate
 from ....runtime.launcher import next_power_of_2
 from ..common.rates import FLOP_PER_US, WARPGROUP_ROWS
+from ..common.stream_k import MIN_TILES
 
 APPEND_BYTES_PER_US = 31_000.0
 """Bytes of keys and values that are read: 2 requests of 12 tokens over 100,000 keys take 224 us,
@@ -43,8 +44,6 @@ which have 32 rounds, and 38 with 32."""
 FEWER_SEGMENTS_SHARE = 0.98
 """Fewer segments than the chip has programs for are chosen below this share of the time with all:
 ragged requests, which the estimate does not know, are divided more evenly by more segments."""
-MIN_SEGMENT_TILES = 2
-"""KV tiles of a segment of Hopper's append kernel, at least."""
 APPEND_WINDOW_US = 7.5
 """What a window adds to Hopper's append kernel: 4 requests of 8 tokens and a window of 1,024 take
 40 us, with which 24 take 68, and 10 of 20 tokens and a window of 4,096 take 88."""
@@ -92,7 +91,7 @@ def choose_segments(
     """
     tiles, kv_tiles = count_append_tiles(layer, batch, row_tiles)
     most = max(1, layer.processors // layer.kv_heads)
-    most = min(most, -(-tiles * kv_tiles // MIN_SEGMENT_TILES))
+    most = min(most, -(-tiles * kv_tiles // MIN_TILES.value))
     best = most, estimate_append(layer, batch, row_tiles, most)
     if tiles > most:
         return best  # no query tile is in more than two segments
@@ -176,7 +175,7 @@ def segment_length(tiles: int, kv_tiles: int, segments: int) -> int:
         One query tile of 512 KV tiles in 16 segments: 32 each. 24 query tiles of 9: 16 segments
         have 14 each, which is not a multiple of 9.
     """
-    length = max(-(-tiles * kv_tiles // segments), MIN_SEGMENT_TILES)
+    length = max(-(-tiles * kv_tiles // segments), MIN_TILES.value)
     if length >= kv_tiles:
         even = -(-length // kv_tiles) * kv_tiles
     else:

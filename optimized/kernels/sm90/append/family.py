@@ -20,21 +20,16 @@ from ....runtime.family import (
     Task,
     Warm,
 )
-from ....runtime.launcher import Launcher, next_power_of_2
+from ....runtime.launcher import next_power_of_2
 from ....runtime.workspace import find_workspace
 from ..common.chip import is_hopper
-from ..common.config import (
-    BOX_COLUMNS,
-    LOG2_E,
-    WARPGROUP_M,
-    Sm90Config,
-    choose_consumers,
-)
+from ..common.config import BOX_COLUMNS, WARPGROUP_M, Sm90Config, choose_consumers
 from ..common.plan import Sm90Plan
-from ..common.planes import takes_groups
+from ..common.planes import takes_groups, unsupported
+from ..common.stream_k import MIN_TILES
 from ..common.work_item import MAX_SEGMENTS
 from ..prefill import family as sm90
-from .cost import MIN_SEGMENT_TILES, choose_append_rows, estimate_segments
+from .cost import choose_append_rows, estimate_segments
 from .kernel import AppendArguments, append_kernel
 
 
@@ -50,10 +45,7 @@ def plan(call: AttentionCall) -> "AppendPlan":
         NotImplementedError: options, a dtype, shapes or strides that the kernels do not support.
     """
     if not _is_supported(call):
-        raise NotImplementedError(
-            "the Hopper append kernel does not support this call: expected one for which"
-            " supports(call) is True; use the portable kernel"
-        )
+        raise unsupported("Hopper append kernel")
     base = sm90.plan(call)
     config = base.config
     group = next_power_of_2(base.group_size)
@@ -101,14 +93,9 @@ class AppendPlan(Sm90Plan):
             one tile.
     """
 
+    kernel: ClassVar[Any] = append_kernel
     arguments: ClassVar[Any] = AppendArguments
     narrow: "AppendPlan | None" = None
-
-    def __post_init__(self) -> None:
-        """Create the launcher."""
-        self.launcher = Launcher(
-            append_kernel, self.lower, self.constants, num_warps=4, num_stages=1
-        )
 
     @property
     def row_tiles(self) -> tuple[int, ...]:
@@ -130,7 +117,7 @@ class AppendPlan(Sm90Plan):
         query_tiles = call.query.shape[0] // (self.tile_rows // config.GROUP) + num_reqs
         tiles = query_tiles * max(1, -(-call.max_key_len // config.BLOCK_N))
         segments = count_processors(call.query.device) // kv_heads
-        return max(1, min(segments, -(-tiles // MIN_SEGMENT_TILES), MAX_SEGMENTS.value))
+        return max(1, min(segments, -(-tiles // MIN_TILES.value), MAX_SEGMENTS.value))
 
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return the time of an append, and its segments of a KV head."""
@@ -154,11 +141,7 @@ class AppendPlan(Sm90Plan):
         if self.narrow is not None and is_narrow:
             self.narrow.launch(call, task)
             return
-        block_table, out, lse = call.block_table, call.out, call.lse
-        starts, sinks = call.query_start_loc, call.options.sinks
-        assert block_table is not None
         config = self.config
-        num_tokens, num_reqs = call.query.shape[0], starts.shape[0] - 1
         kv_heads = self.num_heads // self.group_size
         most = self.count_segments(call)
         segments = min(task.division or most, most)
@@ -169,31 +152,13 @@ class AppendPlan(Sm90Plan):
             segments * kv_heads * (self.tile_rows // WARPGROUP_M.value),
             partials * (config.HEAD_DIM + 1),
         )
-        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
-        arguments = {
-            "q_desc": call.query,
-            "k_desc": call.key,
-            "v_desc": call.value,
-            "out": out,
-            "lse": lse,
+        given = self.name_arguments(call)
+        given |= {
             "partials": numbers,
             "semaphores": semaphores,
-            "block_table": block_table,
-            "query_start_loc": starts,
-            "kv_lens": call.lengths,
-            "sinks": None if sinks is None else sinks.contiguous(),
-            "scale_log2": call.scale * LOG2_E.value,
-            "num_reqs": num_reqs,
-            "num_tokens": num_tokens,
-            "min_tiles": MIN_SEGMENT_TILES,
             "partial_rows": partial_rows,
-            "group_size": self.group_size,
-            **self.strides,
-            "lse_stride_head": lse_stride_head,
-            "lse_stride_token": lse_stride_token,
-            "block_table_stride": block_table.stride(0),
         }
-        self.launch_with_maps(call, (kv_heads, segments, 1), arguments)
+        self.launch_with_maps(call, (kv_heads, segments, 1), given)
 
 
 def _is_supported(call: AttentionCall) -> bool:

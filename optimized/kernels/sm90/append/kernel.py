@@ -1,8 +1,8 @@
 """Entry of the Hopper append kernel: attention of few query tokens over long sequences.
 
-The roles are those of the prefill kernel (`..kernel`). A query tile has all query heads of a KV
-head, and its keys may be divided among several programs. Grid: (KV heads, segments). The KV heads
-of a segment run at the same time, because their keys are stored in the same cache blocks.
+A query tile has all query heads of a KV head, and its keys may be divided among several programs.
+Grid: (KV heads, segments). The KV heads of a segment run at the same time, because their keys are
+stored in the same cache blocks.
 """
 
 from typing import NamedTuple
@@ -10,16 +10,15 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.config import count_tokens
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
+from ..common.load_kv import TmaTensor, locate_kv
+from ..common.roles import Loads, produce_v, run_roles
+from ..common.scheduler import BatchArgs
 from ..common.score import ScoreArgs
-from ..prefill.kernel import allocate, run_roles
-from ..prefill.producer import TmaTensor, produce_v
-from ..prefill.scheduler import BatchArgs
+from ..common.storage import allocate
+from ..common.traits import count_tokens
 from .consumer import consume_segment
-from .producer import produce_q_and_k
-from .rows import AppendOutput
-from .segments import find_segment
+from .segments import find_segment, produce_segment
 
 
 class AppendArguments(NamedTuple):
@@ -28,10 +27,18 @@ class AppendArguments(NamedTuple):
     Args:
         q_desc: tensor map of the queries, with boxes of tokens, heads and columns.
         k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse, partials, semaphores, partial_rows, num_tokens, group_size: `AppendOutput`.
+        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
+        lse: [heads, tokens], or None.
+        partials: [segments, 2, KV heads, partial_rows, HEAD_DIM] normalized rows of a segment: of
+            the query tile that began in an earlier segment, and of the one that begins here. After
+            them [segments, 2, KV heads, partial_rows] log-sum-exps in base 2.
+        semaphores: [segments, KV heads, consumers] int32 arrivals of a warpgroup's partial results
+            of the query tile that begins in a segment; 0 before and after the launch.
+        partial_rows: rows of a query tile, at most, for which there is memory.
+        num_tokens: tokens with those of no request.
+        group_size: query heads per KV head.
         block_table, query_start_loc, kv_lens, num_reqs: `BatchArgs`.
         sinks, scale_log2: `ScoreArgs`.
-        min_tiles: KV tiles of a segment, at least.
     """
 
     q_desc: TensorMap
@@ -48,7 +55,6 @@ class AppendArguments(NamedTuple):
     scale_log2: Option
     num_reqs: Number
     num_tokens: Number
-    min_tiles: Number
     partial_rows: Number
     group_size: Number
     k_block_rows: Number
@@ -82,38 +88,20 @@ def compute_appends(args, config: gl.constexpr):
         group_size=1,
         max_decode_rows=0,
     )
-    k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
-    v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = AppendOutput(
-        out=args.out,
-        lse=args.lse,
-        partials=args.partials,
-        semaphores=args.semaphores,
-        partial_rows=args.partial_rows,
-        query_start_loc=args.query_start_loc,
-        num_reqs=args.num_reqs,
-        num_tokens=args.num_tokens,
-        group_size=args.group_size,
-        out_stride_token=args.out_stride_token,
-        out_stride_head=args.out_stride_head,
-        lse_stride_token=args.lse_stride_token,
-        lse_stride_head=args.lse_stride_head,
-    )
+    q = TmaTensor(args.q_desc, 0, 0, 0)
+    k, v = locate_kv(args)
     score = ScoreArgs(args.scale_log2, args.sinks)
     segment = find_segment(
         batch,
         gl.program_id(1),
         gl.num_programs(1),
-        args.min_tiles,
         config,
         config.CONSUMERS * count_tokens(config),
     )
-    shared = allocate(
-        k.desc.dtype, k.desc.block_type.shape[0], v.desc.block_type.shape[0], config
-    )
+    shared = allocate(k.desc, v.desc, config)
     run_roles(
-        consume_segment, output, score, produce_q_and_k,
-        (shared, batch, args.q_desc, k, output, segment, config),
+        consume_segment, args, score, produce_segment,
+        (shared, Loads(batch, q, k, args.group_size), segment, config),
         produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip
 

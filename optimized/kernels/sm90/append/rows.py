@@ -4,42 +4,8 @@ A query tile has the rows of several tokens and of the query heads that share a 
 query head r % GROUP of token r // GROUP. If the heads are not a power of two, some rows are unused.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-
-class AppendOutput(NamedTuple):
-    """Results and partial results, as the kernel's arguments describe them.
-
-    Args:
-        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
-        lse: [heads, tokens], or None.
-        partials: [segments, 2, KV heads, partial_rows, HEAD_DIM] normalized rows of a segment: of
-            the query tile that began in an earlier segment, and of the one that begins here. After
-            them [segments, 2, KV heads, partial_rows] log-sum-exps in base 2.
-        semaphores: [segments, KV heads, consumers] int32 arrivals of a warpgroup's partial results
-            of the query tile that begins in a segment; 0 before and after the launch.
-        partial_rows: rows of a query tile, at most, for which there is memory.
-        query_start_loc, num_reqs, num_tokens: [reqs + 1], the requests, and tokens with padding.
-        group_size: query heads per KV head.
-        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
-    """
-
-    out: Any
-    lse: Any
-    partials: Any
-    semaphores: Any
-    partial_rows: Any
-    query_start_loc: Any
-    num_reqs: Any
-    num_tokens: Any
-    group_size: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
 
 
 @gluon.jit
@@ -47,7 +13,7 @@ def _locate_rows(output, first, segment, row):
     """Return the index of rows among the rows of all partial results, and how many there are.
 
     Args:
-        output: `AppendOutput`.
+        output: `AppendArguments`.
         first: segment in which the query tile begins.
         segment, row: segment of the partial result, and row of the query tile.
     """
@@ -66,7 +32,7 @@ def locate_partial(
     """Return pointers to the rows of a partial result, and to their log-sum-exps.
 
     Args:
-        output: `AppendOutput`.
+        output: `AppendArguments`.
         first: segment in which the query tile begins.
         segment: of the partial result.
         row: [rows] of the query tile.

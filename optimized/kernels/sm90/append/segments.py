@@ -1,8 +1,7 @@
 """Stream-K partition of the Hopper append kernel: segments, and the work items in them.
 
 The KV tiles of all requests, counted once per query tile, are concatenated and divided into
-segments, one per program of a KV head. portable/stream_k.py has the same partition for the portable
-kernels.
+segments, one per program of a KV head (`common/stream_k.py`).
 """
 
 from typing import Any, NamedTuple
@@ -10,8 +9,18 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.roles import load_item, start_loads
+from ..common.scheduler import load_request
+from ..common.stream_k import (
+    MIN_TILES,
+    add,
+    ceil_div,
+    choose_length,
+    requests_layout,
+)
 from ..common.tile_range import first_visible_key
-from ..common.work_item import MAX_SEGMENTS, SPANS, WorkItem
+from ..common.traits import count_tokens
+from ..common.work_item import MAX_SEGMENTS, SPANS, WorkItem, publish_end
 
 REQS_PER_PASS = gl.constexpr(256)
 """Requests whose tiles are counted at once, by every warp for itself."""
@@ -49,22 +58,6 @@ class RequestTiles(NamedTuple):
     query_tiles: Any
 
 
-@gluon.constexpr_function
-def requests_layout(num_warps):
-    """Return the register layout of REQS_PER_PASS requests: each warp has all of them."""
-    return gl.BlockedLayout([REQS_PER_PASS.value // 32], [32], [num_warps], [0])
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _ceil_div(a, b):
-    return (a + b - 1) // b
-
-
 @gluon.jit
 def count_request_tiles(
     query_len, seq_len, config: gl.constexpr, TILE_TOKENS: gl.constexpr
@@ -76,43 +69,22 @@ def count_request_tiles(
     """
     BLOCK_N: gl.constexpr = config.BLOCK_N
     first = first_visible_key(seq_len - query_len, config) // BLOCK_N
-    kv_tiles = gl.maximum(_ceil_div(seq_len, BLOCK_N) - first, 1)
-    return RequestTiles(first, kv_tiles, _ceil_div(query_len, TILE_TOKENS))
+    kv_tiles = gl.maximum(ceil_div(seq_len, BLOCK_N) - first, 1)
+    return RequestTiles(first, kv_tiles, ceil_div(query_len, TILE_TOKENS))
 
 
 @gluon.jit
 def _count_tiles(batch, base, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
     """Return the `RequestTiles` of REQS_PER_PASS requests; further ones have no query tiles."""
-    req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
+    req = base + gl.arange(
+        0, REQS_PER_PASS, requests_layout(REQS_PER_PASS, gl.num_warps())
+    )
     is_req = req < batch.num_reqs
     start = gl.load(batch.query_start_loc + req, mask=is_req, other=0)
     end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0)
     seq_len = gl.load(batch.kv_lens + req, mask=is_req, other=0).to(gl.int32)
     query_len = (end - start).to(gl.int32)
     return count_request_tiles(query_len, seq_len, config, TILE_TOKENS)
-
-
-@gluon.jit
-def choose_length(total, query_tiles, longest, num_segments, min_tiles):
-    """Return how many tiles a segment has. portable/stream_k.py has the same rule.
-
-    Query tiles that all have the same keys are cut at their ends, or into equal splits, where that
-    makes no segment much longer: each cut costs a combination.
-
-    Args:
-        total: KV tiles of all query tiles.
-        query_tiles: query tiles.
-        longest: KV tiles of a query tile, at most.
-        num_segments: segments, at most.
-        min_tiles: a shorter segment is not worth a combination.
-    """
-    length = gl.maximum(_ceil_div(total, num_segments), min_tiles)
-    longest = gl.maximum(longest, 1)
-    whole_tiles = _ceil_div(length, longest) * longest
-    equal_split = _ceil_div(longest, gl.maximum(longest // length, 1))
-    even = gl.where(length >= longest, whole_tiles, equal_split)
-    is_even = (longest * query_tiles == total) & (even * 8 <= length * 9)
-    return gl.where(is_even, even, length)
 
 
 @gluon.jit
@@ -129,9 +101,11 @@ def _count_requests(batch, tiles, base, counted, begin, end):
         the last request of the former, or 0.
     """
     tiles_of_req = tiles.kv_tiles * tiles.query_tiles
-    req = base + gl.arange(0, REQS_PER_PASS, requests_layout(gl.num_warps()))
+    req = base + gl.arange(
+        0, REQS_PER_PASS, requests_layout(REQS_PER_PASS, gl.num_warps())
+    )
     is_req = req < batch.num_reqs
-    tiles_end = counted + gl.associative_scan(tiles_of_req, 0, _add)
+    tiles_end = counted + gl.associative_scan(tiles_of_req, 0, add)
     is_before = (tiles_end <= begin) & is_req
     is_within = (tiles_end < end) & is_req
     return (
@@ -147,7 +121,6 @@ def find_segment(
     batch,
     index,
     num_segments,
-    min_tiles,
     config: gl.constexpr,
     TILE_TOKENS: gl.constexpr,
 ):
@@ -156,7 +129,6 @@ def find_segment(
     Args:
         batch: `BatchArgs`.
         index, num_segments: of the segment, and how many there are.
-        min_tiles: a shorter segment is not worth a combination.
     """
     # the tiles of the first pass are counted once: most batches need no other pass
     tiles = _count_tiles(batch, 0, config, TILE_TOKENS)
@@ -169,7 +141,7 @@ def find_segment(
         query_tiles += gl.sum(more.query_tiles, 0)
         most = gl.max(gl.where(more.query_tiles > 0, more.kv_tiles, 0), 0)
         longest = gl.maximum(longest, most)
-    length = choose_length(total, query_tiles, longest, num_segments, min_tiles)
+    length = choose_length(total, query_tiles, longest, num_segments, MIN_TILES)
     begin = gl.minimum(index * length, total)
     end = gl.minimum(begin + length, total)
     zero = gl.to_tensor(0)
@@ -223,7 +195,7 @@ def locate_item(
     begin = tiles.first + in_tile
     # of the tiles that these rows attend to
     first = gl.maximum(begin, first_visible_key(position, config) // BLOCK_N)
-    end = gl.minimum(tiles.first + end_in_tile, _ceil_div(kv_end, BLOCK_N))
+    end = gl.minimum(tiles.first + end_in_tile, ceil_div(kv_end, BLOCK_N))
     first_segment = tile_index // segment.length
     last_segment = (tile_index + tiles.kv_tiles - 1) // segment.length
     span = first_segment * MAX_SEGMENTS + last_segment
@@ -238,3 +210,33 @@ def locate_item(
         num_kv_tiles=gl.maximum(end - first, 0),
         span=gl.program_id(0) * SPANS + span,
     )
+
+
+@gluon.jit
+def produce_segment(shared, loads, segment, config: gl.constexpr):
+    """Run producer warp 0: publish the work items of a segment, and load their Q and K tiles.
+
+    Args:
+        shared: `SharedStorage`.
+        loads: `Loads`.
+        segment: `AppendSegment`.
+    """
+    TILE_TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
+    states = start_loads(config)
+    tile_index = segment.first_tile
+    for req in range(segment.first_req, segment.end_req):
+        request = load_request(loads.batch, req, True)
+        tiles = count_request_tiles(
+            request.query_len, request.seq_len, config, TILE_TOKENS
+        )
+        first = gl.maximum(segment.begin - tile_index, 0) // tiles.kv_tiles
+        end = (segment.end - tile_index + tiles.kv_tiles - 1) // tiles.kv_tiles
+        end = gl.minimum(end, tiles.query_tiles)
+        for query_tile in range(first, end):
+            own_index = tile_index + query_tile * tiles.kv_tiles
+            work = locate_item(
+                segment, req, request, tiles, query_tile, own_index, config, TILE_TOKENS
+            )
+            states = load_item(shared, loads, states, work, config)
+        tile_index += tiles.kv_tiles * tiles.query_tiles
+    publish_end(shared, states.work, config)

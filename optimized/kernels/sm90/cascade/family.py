@@ -21,10 +21,9 @@ from ....runtime.family import (
     Task,
     Warm,
 )
-from ....runtime.launcher import Launcher
 from ....runtime.workspace import MAX_KEPT_NUMBERS
 from ..common.chip import is_hopper
-from ..common.config import LOG2_E, choose_consumers
+from ..common.config import choose_consumers
 from ..common.plan import Sm90Plan
 from ..common.planes import find_planes
 from ..prefill import family as sm90
@@ -109,17 +108,8 @@ class PrefixPlan(Sm90Plan):
     """
 
     is_overlapped: ClassVar[bool] = True
+    kernel: ClassVar[Any] = cascade_prefix_sm90_kernel
     arguments: ClassVar[Any] = PrefixArguments
-
-    def __post_init__(self) -> None:
-        """Create the launcher."""
-        self.launcher = Launcher(
-            cascade_prefix_sm90_kernel,
-            self.lower,
-            self.constants,
-            num_warps=4,
-            num_stages=1,
-        )
 
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return ALWAYS: it is not compared with the portable kernel."""
@@ -185,27 +175,19 @@ class PrefixPlan(Sm90Plan):
             workspace: float32. Written: log-sum-exps [splits, tokens, heads] in base 2 at its
                 begin, and values [splits, tokens, heads, value_size].
         """
-        block_table, config = call.block_table, self.config
-        assert block_table is not None
-        tokens = call.query.shape[0]
-        items = self._count_tiles(tokens) * -(-prefix_len // split_len)
-        arguments = {
-            "q_desc": call.query,
-            "k_desc": call.key,
-            "v_desc": call.value,
+        group = self.config.GROUP
+        items = self._count_tiles(call.query.shape[0]) * -(-prefix_len // split_len)
+        given = self.name_arguments(call)
+        given |= {
             "prefix_out": workspace[values_begin:],
             "prefix_lse": workspace,
-            "block_table": block_table,
-            "scale_log2": call.scale * LOG2_E.value,
-            "num_tokens": tokens,
             "prefix_len": prefix_len,
             "split_len": split_len,
-            "num_heads": self.num_heads // config.GROUP,
-            "group_size": self.group_size // config.GROUP,
-            **self.strides,
+            "num_heads": self.num_heads // group,
+            "group_size": self.group_size // group,
         }
         programs = min(items, count_processors(call.query.device))
-        self.launch_with_maps(call, (programs, 1, 1), arguments)
+        self.launch_with_maps(call, (programs, 1, 1), given)
 
     def _count_tiles(self, tokens: int) -> int:
         """Return the work items per split of the prefix."""

@@ -1,4 +1,4 @@
-"""Entry of the Hopper kernel over a shared prefix, with the roles of the prefill kernel.
+"""Entry of the Hopper kernel over a shared prefix.
 
 The queries of all requests are the rows of one sequence without a causal mask. A work item is a
 query tile of one KV head and one split of the prefix. All work items take about the same time, so
@@ -10,15 +10,15 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.config import warp_layout
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
+from ..common.load_kv import TmaTensor, locate_kv
+from ..common.roles import Loads, produce_v, run_roles
+from ..common.scheduler import BatchArgs
 from ..common.score import ScoreArgs
-from ..prefill.kernel import allocate, run_roles
-from ..prefill.producer import TmaTensor, produce_v
-from ..prefill.scheduler import BatchArgs
-from .consumer import PrefixOutput, consume_prefix
-from .producer import produce_q_and_k
-from .scheduler import PrefixRows
+from ..common.storage import allocate
+from ..common.traits import warp_layout
+from .consumer import consume_prefix
+from .scheduler import produce_prefix
 
 LAUNCH_PTX = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
@@ -28,10 +28,16 @@ class PrefixArguments(NamedTuple):
 
     Args:
         q_desc, k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        prefix_out, prefix_lse: `PrefixOutput`.
+        prefix_out: [splits, tokens, query heads, HEAD_SIZE] float32 normalized partial results. The
+            second launch of a cascade merges them.
+        prefix_lse: [splits, tokens, query heads] float32 log-sum-exp in base 2.
         block_table: [max_blocks] row 0 of the block table.
         scale_log2: `ScoreArgs`.
-        num_tokens, prefix_len, split_len, num_heads: `PrefixRows`.
+        num_tokens: tokens of all requests.
+        prefix_len: keys of the prefix, at least 1.
+        split_len: keys per split, a multiple of BLOCK_N and of the block size.
+        num_heads: heads that have work items: query heads, or KV heads if a tile has the rows of
+            all query heads that share one.
         group_size: heads that have work items per KV head.
     """
 
@@ -93,28 +99,13 @@ def compute_prefix(args, config: gl.constexpr):
         group_size=args.group_size,
         max_decode_rows=0,
     )
-    prefix = PrefixRows(
-        num_tokens=args.num_tokens,
-        prefix_len=args.prefix_len,
-        split_len=args.split_len,
-        num_heads=args.num_heads,
-    )
     q = TmaTensor(args.q_desc, 0, args.q_head_rows, args.q_head_columns)
-    k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
-    v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = PrefixOutput(
-        out=args.prefix_out,
-        lse=args.prefix_lse,
-        num_tokens=args.num_tokens,
-        num_heads=args.num_heads * config.GROUP,
-    )
+    k, v = locate_kv(args)
     score = ScoreArgs(args.scale_log2, None)
-    shared = allocate(
-        k.desc.dtype, k.desc.block_type.shape[0], v.desc.block_type.shape[0], config
-    )
+    shared = allocate(k.desc, v.desc, config)
     run_roles(
-        consume_prefix, output, score, produce_q_and_k,
-        (shared, batch, prefix, q, k, config),
+        consume_prefix, args, score, produce_prefix,
+        (shared, Loads(batch, q, k, config.GROUP), args, config),
         produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip
 

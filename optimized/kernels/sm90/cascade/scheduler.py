@@ -1,28 +1,11 @@
 """Work items over a shared prefix: query tiles of all tokens, and splits of the prefix."""
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.work_item import WorkItem
-
-
-class PrefixRows(NamedTuple):
-    """The prefix and its rows, as the kernel's arguments describe them.
-
-    Args:
-        num_tokens: tokens of all requests.
-        prefix_len: keys of the prefix, at least 1.
-        split_len: keys per split, a multiple of BLOCK_N and of the block size.
-        num_heads: heads that have work items: query heads, or KV heads if a tile has the rows of
-            all query heads that share one.
-    """
-
-    num_tokens: Any
-    prefix_len: Any
-    split_len: Any
-    num_heads: Any
+from ..common.roles import load_item, start_loads
+from ..common.traits import count_tokens
+from ..common.work_item import WorkItem, publish_end
 
 
 @gluon.jit
@@ -58,3 +41,21 @@ def locate_item(prefix, item, config: gl.constexpr, TILE_TOKENS: gl.constexpr):
         kv_start=0,
         num_kv_tiles=(num_keys + config.BLOCK_N - 1) // config.BLOCK_N,
     )
+
+
+@gluon.jit
+def produce_prefix(shared, loads, prefix, config: gl.constexpr):
+    """Run producer warp 0: publish the program's work items, and load their Q and K tiles.
+
+    Args:
+        shared: `SharedStorage`.
+        loads: `Loads`.
+        prefix: `PrefixArguments`.
+    """
+    TILE_TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
+    states = start_loads(config)
+    num_items = count_items(prefix, TILE_TOKENS)
+    for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
+        work = locate_item(prefix, item, config, TILE_TOKENS)
+        states = load_item(shared, loads, states, work, config)
+    publish_end(shared, states.work, config)

@@ -1,8 +1,10 @@
-"""TMA loads of K and V tiles in the Hopper prefill kernel.
+"""TMA loads of K and V tiles in the Hopper kernels.
 
 A KV tile of BLOCK_N keys is loaded as boxes of [box rows, 64] elements. A box does not cross a
 cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,15 +13,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
 )
 
-from .config import (
-    BOX_COLUMNS,
-    SWIZZLE_ROWS,
-    SWIZZLED_3D,
-    SWIZZLED_32_BIT,
-    has_lower_bound,
-)
+from .config import BOX_COLUMNS, SWIZZLE_ROWS, SWIZZLED_3D, SWIZZLED_32_BIT
 from .gluon_names import async_load, reinterpret
 from .tile_range import first_kv_tile, first_visible_key
+from .traits import has_lower_bound
+
+
+class TmaTensor(NamedTuple):
+    """A tensor of heads as a plane of rows, which TMA addresses by row and column.
+
+    Args:
+        desc: the tensor map. That of padded heads, and with several query heads in a tile that of
+            queries and outputs, has a dimension of heads: rows, heads and columns. Then the steps
+            from head to head are not used; `head_rows` of keys and values is 0.
+        block_rows: rows from cache block to cache block; 0 without blocks.
+        head_rows, head_columns: rows and columns from head to head; one of them is 0.
+    """
+
+    desc: Any
+    block_rows: Any
+    head_rows: Any
+    head_columns: Any
+
+
+@gluon.jit
+def locate_kv(args):
+    """Return the `TmaTensor` of keys and that of values of a kernel's arguments."""
+    k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
+    v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
+    return k, v
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Mainloop of a consumer warpgroup of the Hopper prefill kernel over the KV tiles of a work item.
+"""Mainloop of a consumer warpgroup of the Hopper kernels over the KV tiles of a work item.
 
 One iteration of the mainloop issues Q @ K of a KV tile and P @ V of the tile before, so that the
 softmax of one overlaps with the products of the other. KV tiles are processed from the last to the
@@ -22,15 +22,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma_wait,
 )
 
-from .config import (
-    WARPGROUP_M,
+from .config import WARPGROUP_M
+from .mma import issue_pv, issue_qk, wait_for_pv
+from .pipeline import ping_pong_arrive, ping_pong_wait, release_previous_q
+from .score import modify_scores, softmax_scale
+from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
+from .traits import (
     acc_columns,
     choose_masks,
-    count_q_stages,
     has_lower_bound,
     packs_p,
     qk_layout,
@@ -38,10 +40,6 @@ from .config import (
     uses_polynomial,
     waits_for_pv,
 )
-from .mma import issue_pv, issue_qk, wait_for_pv
-from .pipeline import ping_pong_arrive, ping_pong_wait
-from .score import modify_scores, softmax_scale
-from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 
 
 class Carry(NamedTuple):
@@ -118,27 +116,6 @@ def attend_to_tiles(
 
 
 @gluon.jit
-def skip_tiles(
-    shared,
-    kv_state,
-    num_tiles,
-    config: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
-    """Release KV tiles that only other warpgroups attend to, and return the next KV state."""
-    for _ in range(num_tiles):
-        shared.k_pipe.consumer_wait(kv_state)
-        # a phase that was not waited for makes the wait for the phase after the next one return
-        shared.v_pipe.consumer_wait(kv_state)
-        if uses_ping_pong(config):
-            ping_pong_wait(CONSUMER)
-            ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
-        shared.k_pipe.consumer_release(kv_state)
-        kv_state = kv_state.advance()
-    return kv_state
-
-
-@gluon.jit
 def _first_tile(
     shared,
     tiles,
@@ -170,14 +147,6 @@ def _first_tile(
     if packs_p(config):
         p = pack_p(p, tiles.q.dtype)
     return p, alpha, m_i, l_i
-
-
-@gluon.jit
-def release_previous_q(shared, q_state, config: gl.constexpr):
-    """Let the producer load queries where the previous work item's output was stored from."""
-    if count_q_stages(config) > 1 and q_state.count > 0:
-        tma.store_wait(0)
-        shared.q_pipe.consumer_release(q_state.previous())
 
 
 @gluon.jit

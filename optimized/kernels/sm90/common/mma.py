@@ -12,16 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .config import (
-    SWIZZLED,
-    WARPGROUP_M,
-    acc_columns,
-    acc_layout,
-    p_operand_layout,
-    qk_layout,
-    split_columns,
-)
+from .config import SWIZZLED, WARPGROUP_M
 from .gluon_names import reinterpret
+from .traits import acc_columns, acc_layout, p_operand_layout, qk_layout, split_columns
 
 
 class Operands(NamedTuple):
@@ -32,6 +25,7 @@ class Operands(NamedTuple):
         q_tail: [WARPGROUP_M, TAIL_DIM]. Without TAIL_DIM it is `q`, and not used.
         k, v: [num_stages, BLOCK_N, HEAD_DIM].
         k_tail: [num_stages, BLOCK_N, TAIL_DIM]. Without TAIL_DIM it is `k`, and not used.
+        q_tile: index of the query tile in shared memory.
     """
 
     q: Any
@@ -39,6 +33,7 @@ class Operands(NamedTuple):
     k: Any
     k_tail: Any
     v: Any
+    q_tile: Any
 
 
 @gluon.jit
@@ -60,18 +55,20 @@ def view_kv(shared, config: gl.constexpr):
 
 
 @gluon.jit
-def select_tiles(shared, q_tile, k, k_tail, v, config: gl.constexpr):
-    """Return the `Operands` of a query tile.
+def select_tiles(shared, kv, q_state, config: gl.constexpr, CONSUMER: gl.constexpr):
+    """Return the `Operands` of a warpgroup and work item.
 
     Args:
-        q_tile: index of the tile in shared memory.
-        k, k_tail, v: what `view_kv` returns.
+        kv: what `view_kv` returns.
+        q_state: state of the work item's queries.
     """
+    k, k_tail, v = kv
+    q_tile = q_state.stage() * config.CONSUMERS + CONSUMER
     q = shared.q.index(q_tile)
     q_tail = q
     if config.TAIL_DIM > 0:
         q_tail = shared.q_tail.index(q_tile)
-    return Operands(q, q_tail, k, k_tail, v)
+    return Operands(q, q_tail, k, k_tail, v, q_tile)
 
 
 @gluon.jit

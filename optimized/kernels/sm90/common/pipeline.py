@@ -1,17 +1,15 @@
-"""Synchronization of the Hopper prefill kernel: mbarrier pipelines and the ping-pong order.
+"""Synchronization of the Hopper kernels: mbarrier pipelines and the ping-pong order.
 
 A pipeline is a ring of shared-memory stages. Its producer acquires an empty stage and fills it;
 its consumers wait until the stage is full, read it and release it. Names follow CUTLASS.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .config import SWIZZLED_3D, box_rows, uses_ping_pong, warp_layout
-from .gluon_names import aggregate, reinterpret
+from .gluon_names import aggregate
+from .traits import count_q_stages, uses_ping_pong, warp_layout
 
 
 @aggregate
@@ -115,51 +113,24 @@ def allocate_barriers(num_barriers: gl.constexpr):
     return gl.allocate_shared_memory(gl.int64, [num_barriers, 1], layout)
 
 
-class SharedStorage(NamedTuple):
-    """Shared memory that the warps of a program have in common.
-
-    Args:
-        q: [query stages * consumers, WARPGROUP_M, HEAD_DIM] query tiles. A finished output tile
-            overwrites its query tile, and is stored from there.
-        q_tail: [query stages * consumers, WARPGROUP_M, TAIL_DIM] the queries' columns after
-            HEAD_DIM. Without TAIL_DIM it is `q`, and not used.
-        k, v: [boxes, box rows, BOX_COLUMNS] the stages of the KV tiles, as TMA fills them.
-        k_tail: the same of the keys' columns after HEAD_DIM. Without TAIL_DIM it is `k`.
-        work: [WORK_STAGES, 32 * WORK_FIELDS] the published work items, one copy per lane.
-        q_pipe: one stage per query tile of a warpgroup.
-        k_pipe: one stage per K tile. Its empty barrier i covers K tile i and V tile i - 1, so
-            that consumers arrive once per iteration.
-        v_pipe: one stage per V tile, with the empty barriers of `k_pipe`. One full barrier more,
-            the last, is for the loads of a tile whose last rows must be cleared.
-        work_pipe: WORK_STAGES stages, one per work item.
-        never: [1, 1] no warp arrives at this barrier.
-    """
-
-    q: Any
-    q_tail: Any
-    k: Any
-    k_tail: Any
-    v: Any
-    work: Any
-    q_pipe: Any
-    k_pipe: Any
-    v_pipe: Any
-    work_pipe: Any
-    never: Any
+@gluon.jit
+def release_previous_q(shared, q_state, config: gl.constexpr):
+    """Let the producer load queries where the previous work item's output was stored from."""
+    if count_q_stages(config) > 1 and q_state.count > 0:
+        tma.store_wait(0)
+        shared.q_pipe.consumer_release(q_state.previous())
 
 
 @gluon.jit
-def packed_q(shared, config: gl.constexpr):
-    """Return the query tiles in the shape of TMA boxes of tokens, query heads and columns.
+def release_stored_q(shared, q_state, work, config: gl.constexpr):
+    """Let the producer load queries where a work item's output is stored from, if it has one tile.
 
-    Returns:
-        [query stages * consumers, tokens, GROUP, HEAD_DIM], the same memory as `shared.q`. If GROUP
-        does not divide WARPGROUP_M, tokens and heads are those of `box_rows`.
+    Args:
+        q_state: state of the next work item's queries.
     """
-    TILES: gl.constexpr = shared.q.shape[0]
-    ROWS: gl.constexpr = box_rows(config)
-    boxes: gl.constexpr = [TILES, ROWS[0], ROWS[1], config.HEAD_DIM]
-    return reinterpret(shared.q, shared.q.dtype, boxes, SWIZZLED_3D)
+    if count_q_stages(config) == 1 and work.num_kv_tiles > 0:
+        tma.store_wait(0)
+        shared.q_pipe.consumer_release(q_state.previous())
 
 
 # Named barriers of the ping-pong order, one per warpgroup: 128 threads wait at it and the 128
@@ -173,13 +144,13 @@ ARRIVE_PTX = gl.constexpr("bar.arrive $1, 256; mov.b32 $0, $1;")
 @gluon.jit
 def ping_pong_wait(CONSUMER: gl.constexpr):
     """Wait until it is this warpgroup's turn at the tensor cores."""
-    _named_barrier(WAIT_PTX, CONSUMER)
+    named_barrier(WAIT_PTX, FIRST_NAMED_BARRIER + CONSUMER)
 
 
 @gluon.jit
 def ping_pong_arrive(CONSUMER: gl.constexpr):
     """Give the turn at the tensor cores to a warpgroup."""
-    _named_barrier(ARRIVE_PTX, CONSUMER)
+    named_barrier(ARRIVE_PTX, FIRST_NAMED_BARRIER + CONSUMER)
 
 
 @gluon.jit
@@ -197,10 +168,15 @@ def end_ping_pong(config: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _named_barrier(PTX: gl.constexpr, CONSUMER: gl.constexpr):
+def named_barrier(PTX: gl.constexpr, barrier: gl.constexpr):
+    """Wait or arrive at a named barrier with all threads.
+
+    Args:
+        PTX: WAIT_PTX or ARRIVE_PTX.
+        barrier: number of the barrier.
+    """
     # one element per thread, so each thread executes the instruction once
     layout: gl.constexpr = warp_layout(gl.num_warps())
-    barrier: gl.constexpr = FIRST_NAMED_BARRIER + CONSUMER
     gl.inline_asm_elementwise(
         PTX,
         "=r,r",

@@ -15,9 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import Launcher
-from .config import SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Sm90Config
+from .config import LOG2_E, SWIZZLED, SWIZZLED_3D, WARPGROUP_M, Sm90Config
 from .entry import find_ends, find_order
-from .planes import BOX_MARGIN, MAX_COORDINATE, Plane
+from .planes import BOX_MARGIN, MAX_COORDINATE, Plane, takes_scale_and_lse
 
 MAX_TENSOR_MAPS = 512
 """Tensor maps that a plan keeps, 256 KiB of host memory. Each layer has a map of its keys and one
@@ -68,9 +68,23 @@ class Sm90Plan:
     launcher: Launcher = field(init=False)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
     is_repeatable: ClassVar[bool] = True
+    kernel: ClassVar[Any]
     arguments: ClassVar[Any]
     """NamedTuple of the kernel's arguments. Queries, keys and values have tensor maps; the output
     has one in some kernels."""
+    encodes_maps: ClassVar[bool] = False
+    """Whether `Launcher` encodes the tensor maps, and not Triton."""
+
+    def __post_init__(self) -> None:
+        """Create the launcher."""
+        self.launcher = Launcher(
+            self.kernel,
+            self.lower,
+            self.constants,
+            num_warps=4,
+            num_stages=1,
+            encodes_maps=self.encodes_maps,
+        )
 
     @classmethod
     def derive(
@@ -114,14 +128,10 @@ class Sm90Plan:
         32 bits. The scale must be positive because the running maximum is taken before it.
         """
         query, key, value, block_table = call[:4]
-        out, lse = call.out, call.lse
-        if not 1e-20 < call.scale < 1e20:
+        out = call.out
+        if not takes_scale_and_lse(call):
             return False
         if (query.data_ptr() | key.data_ptr() | value.data_ptr() | out.data_ptr()) % 16:
-            return False
-        if lse is not None and (
-            lse.dtype != torch.float32 or max(lse.stride()) > MAX_COORDINATE
-        ):
             return False
         if block_table is not None and block_table.stride(0) > MAX_COORDINATE:
             return False
@@ -132,6 +142,32 @@ class Sm90Plan:
             )
         )
         return rows + BOX_MARGIN <= MAX_COORDINATE
+
+    def name_arguments(self, call: AttentionCall) -> dict[str, Any]:
+        """Return the arguments by name that several kernels have in common."""
+        block_table, lse, sinks = call.block_table, call.lse, call.options.sinks
+        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
+        return {
+            "q_desc": call.query,
+            "k_desc": call.key,
+            "v_desc": call.value,
+            "out_desc": call.out,
+            "out": call.out,
+            "lse": lse,
+            "block_table": block_table,
+            "query_start_loc": call.query_start_loc,
+            "kv_lens": call.lengths,
+            "sinks": None if sinks is None else sinks.contiguous(),
+            "scale_log2": call.scale * LOG2_E.value,
+            "num_reqs": call.query_start_loc.shape[0] - 1,
+            "num_tokens": call.query.shape[0],
+            "num_heads": self.num_heads,
+            "group_size": self.group_size,
+            **self.strides,
+            "lse_stride_head": lse_stride_head,
+            "lse_stride_token": lse_stride_token,
+            "block_table_stride": 0 if block_table is None else block_table.stride(0),
+        }
 
     def launch_with_maps(
         self,

@@ -3,6 +3,7 @@
 The rows of a plane have one stride. Another head begins at another row or column.
 """
 
+from collections.abc import Collection
 from dataclasses import fields
 from operator import attrgetter
 from typing import NamedTuple
@@ -27,17 +28,43 @@ READ_OPTIONS = (
     "logits_soft_cap",
     "sinks",
 )
-OTHER_OPTIONS = [
-    option.name
-    for option in fields(AttentionOptions)
-    if option.name not in READ_OPTIONS
-]
-"""Options that this kernel does not support: each must be None."""
-get_other_options = attrgetter(*OTHER_OPTIONS)
 MAX_COORDINATE = 2**31 - 1
 """The largest row or column that TMA addresses."""
 BOX_MARGIN = 1024
 """Rows past a tensor's last row at which a box may begin. TMA fills such rows with zeros."""
+
+
+def other_options(read: Collection[str]) -> list[str]:
+    """Return the names of the options that are not among those that a kernel reads."""
+    return [
+        option.name for option in fields(AttentionOptions) if option.name not in read
+    ]
+
+
+OTHER_OPTIONS = other_options(READ_OPTIONS)
+"""Options that these kernels do not support: each must be None."""
+get_other_options = attrgetter(*OTHER_OPTIONS)
+
+
+def unsupported(kernel: str) -> NotImplementedError:
+    """Return the error of a call that a kernel does not support."""
+    return NotImplementedError(
+        f"the {kernel} does not support this call: expected one for which supports(call) is True;"
+        " use the portable kernel"
+    )
+
+
+def takes_scale_and_lse(call: AttentionCall) -> bool:
+    """Return whether kernels take a call's scale, and the dtype and strides of its log-sum-exp.
+
+    The scale must be positive because the running maximum is taken before it.
+    """
+    lse = call.lse
+    if not 1e-20 < call.scale < 1e20:
+        return False
+    return lse is None or (
+        lse.dtype == torch.float32 and max(lse.stride()) <= MAX_COORDINATE
+    )
 
 
 class Plane(NamedTuple):

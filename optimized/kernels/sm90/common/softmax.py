@@ -8,8 +8,9 @@ Source: FlashAttention-4 for the exponential without the special-function unit.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import MASK_BEGIN, MASK_END, WARPGROUP_M, p_operand_layout, qk_layout
+from .config import WARPGROUP_M
 from .tile_range import first_visible_key
+from .traits import MASK_BEGIN, MASK_END, p_operand_layout, qk_layout
 from .work_item import find_token
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import count_tokens, has_lower_bound, has_own_tiles
+from .traits import count_tokens, has_lower_bound, has_own_tiles
 
 
 @gluon.jit

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import WARP_SIZE, WARPGROUP_M, count_tokens, has_unused_rows, warp_layout
+from .config import WARP_SIZE, WARPGROUP_M
+from .traits import count_tokens, has_unused_rows, warp_layout
 
 WORK_FIELDS = gl.constexpr(8)
 """Numbers that a `WorkItem` is published as."""

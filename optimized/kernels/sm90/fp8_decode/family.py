@@ -3,8 +3,6 @@
 The kernel has the arguments and the workspace of the portable decode kernel.
 """
 
-from dataclasses import fields
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from ...portable.host.make_launches import make_launches
 from ...portable.host.plans import PortableDecodePlan
 from ...portable.host.tuning import Tiles
 from ..common.chip import is_hopper
+from ..common.planes import other_options
 from .config import PAGE
 from .kernel import fp8_decode_kernel
 
@@ -48,11 +47,7 @@ READ_OPTIONS = (
     "v_scale",
     "out_scale",
 )
-OTHER_OPTIONS = [
-    option.name
-    for option in fields(AttentionOptions)
-    if option.name not in READ_OPTIONS
-]
+OTHER_OPTIONS = other_options(READ_OPTIONS)
 """Options that this kernel does not support: each must be None."""
 
 

@@ -35,7 +35,7 @@ from ...portable.options.score import ScoreConstants
 from ...portable.options.visible_range import lower_masks
 from ..common.chip import is_hopper
 from ..common.entry import launch_by_pointers
-from ..common.planes import find_planes
+from ..common.planes import find_planes, unsupported
 from ..prefill import family as sm90
 from ..prefill.plan import PrefillPlan
 from .kernel import BLOCK, CacheStrides, UpcastArguments, upcast_kernel
@@ -62,10 +62,7 @@ def plan(call: AttentionCall) -> "Fp8PrefillPlan":
         NotImplementedError: options, a dtype, shapes or strides that the kernels do not support.
     """
     if not _takes_signature(call):
-        raise NotImplementedError(
-            "the Hopper prefill kernel does not support this call from an FP8 cache: expected one"
-            " for which supports(call) is True; use the portable kernel"
-        )
+        raise unsupported("Hopper prefill kernel for FP8 caches")
     return Fp8PrefillPlan(sm90.plan(_in_16_bits(call)), _make_launcher(call))
 
 

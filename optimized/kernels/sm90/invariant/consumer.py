@@ -12,87 +12,76 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..common.config import (
-    WARPGROUP_M,
-    WORK_STAGES,
-    acc_layout,
-    count_q_stages,
-    count_tokens,
-    uses_ping_pong,
-)
+from ..common.config import WARPGROUP_M
 from ..common.gluon_names import async_store
-from ..common.mainloop import attend_to_tiles, release_previous_q, skip_tiles
-from ..common.mma import select_tiles, view_kv
+from ..common.mainloop import attend_to_tiles
+from ..common.mma import select_tiles
+from ..common.own_tiles import skip_tiles
 from ..common.pipeline import (
-    PipelineState,
-    end_ping_pong,
-    packed_q,
     ping_pong_arrive,
     ping_pong_wait,
-    start_ping_pong,
+    release_previous_q,
+    release_stored_q,
 )
+from ..common.roles import consume_items
 from ..common.score import softmax_scale
+from ..common.storage import packed_q
 from ..common.tile_range import find_tiles
-from ..common.work_item import NO_WORK, receive_work
+from ..common.traits import acc_layout, count_tokens, uses_ping_pong
 from .fold import fold, normalize_state
 from .rows import count_live_tokens, locate_states, store_lse, store_rows
 from .scheduler import find_split
 
 
 @gluon.jit
-def consume_splits(
-    shared,
-    output,
-    score,
-    config: gl.constexpr,
-    CONSUMER: gl.constexpr,
-):
-    """Run a consumer warpgroup: compute and store its rows of every published work item.
+def consume_splits(shared, output, score, config: gl.constexpr, CONSUMER: gl.constexpr):
+    """Run a consumer warpgroup. The first one then clears the rows of no request.
 
     Args:
         shared: `SharedStorage`.
-        output: `InvariantOutput`.
+        output: `InvariantArguments`.
         score: `ScoreArgs`.
         CONSUMER: index of the warpgroup.
     """
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
-    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    k, k_tail, v = view_kv(shared, config)
-    start_ping_pong(config, CONSUMER)
-    work_state = PipelineState.start(WORK_STAGES)
-    kv_state = PipelineState.start(config.STAGES)
-    q_state = PipelineState.start(count_q_stages(config))
-    work = receive_work(shared, work_state, config)
-    while work.num_kv_tiles != NO_WORK:
-        acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
-        m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
-        l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
-        tile = q_state.stage() * config.CONSUMERS + CONSUMER
-        tiles = select_tiles(shared, tile, k, k_tail, v, config)
-        if work.num_kv_tiles > 0:
-            shared.q_pipe.consumer_wait(q_state)
-            release_previous_q(shared, q_state, config)
-            acc, m_i, l_i, kv_state = _attend_to_splits(
-                shared, tiles, acc, m_i, l_i, kv_state,
-                q_state, work, output.states, score.scale_log2, config,
-                CONSUMER,
-            )  # fmt: skip
-            q_state = q_state.advance()
-        _store(
-            output, tiles.q, packed_q(shared, config).index(tile), acc, m_i, l_i, work, score,
-            config, CONSUMER,
-        )  # fmt: skip
-        if count_q_stages(config) == 1 and work.num_kv_tiles > 0:
-            # the output has been stored: the stage may take the next queries
-            tma.store_wait(0)
-            shared.q_pipe.consumer_release(q_state.previous())
-        work_state = work_state.advance()
-        work = receive_work(shared, work_state, config)
-    end_ping_pong(config, CONSUMER)
+    consume_items(shared, (output, score), compute_splits, config, CONSUMER)
     tma.store_wait(0)
     if CONSUMER == 0:
         _clear_padding(output, config)
+
+
+@gluon.jit
+def compute_splits(
+    shared, kv, kv_state, q_state, work, args,
+    config: gl.constexpr, CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Compute and store a warpgroup's rows of a work item (`roles.consume_items`).
+
+    Args:
+        args: `InvariantArguments` and `ScoreArgs`.
+    """
+    output, score = args
+    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    LAYOUT: gl.constexpr = acc_layout(HEAD_DIM)
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    acc = gl.zeros([WARPGROUP_M, HEAD_DIM], gl.float32, LAYOUT)
+    m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
+    l_i = gl.full([WARPGROUP_M], 0.0, gl.float32, ROWS)
+    tiles = select_tiles(shared, kv, q_state, config, CONSUMER)
+    if work.num_kv_tiles > 0:
+        shared.q_pipe.consumer_wait(q_state)
+        release_previous_q(shared, q_state, config)
+        acc, m_i, l_i, kv_state = _attend_to_splits(
+            shared, tiles, acc, m_i, l_i, kv_state,
+            q_state, work, output.states, score.scale_log2, config,
+            CONSUMER,
+        )  # fmt: skip
+        q_state = q_state.advance()
+    _store(
+        output, tiles.q, packed_q(shared, config).index(tiles.q_tile), acc, m_i, l_i, work, score,
+        config, CONSUMER,
+    )  # fmt: skip
+    release_stored_q(shared, q_state, work, config)
+    return kv_state, q_state
 
 
 @gluon.jit
@@ -226,7 +215,7 @@ def _store(
             fence_async_shared()
             first_head = work.head * config.GROUP
             box = [work.query_start + first_token, first_head, 0]
-            async_store(output.desc, box, staging)
+            async_store(output.out_desc, box, staging)
         else:
             store_rows(output, result, token, head, is_row, config)
         store_lse(output, lse, token, head, is_row)

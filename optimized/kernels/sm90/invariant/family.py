@@ -27,10 +27,10 @@ from ....runtime.launcher import Launcher, next_power_of_2
 from ....runtime.workspace import find_workspace
 from ...portable.host.make_launches import MAX_WORKSPACE
 from ..common.chip import is_hopper
-from ..common.config import BOX_COLUMNS, LOG2_E, WARPGROUP_M
+from ..common.config import BOX_COLUMNS, WARPGROUP_M
 from ..common.entry import launch_by_pointers
 from ..common.plan import Sm90Plan
-from ..common.planes import takes_groups
+from ..common.planes import takes_groups, unsupported
 from ..common.warm import warm_every
 from ..prefill import family as sm90
 from .kernel import (
@@ -59,10 +59,7 @@ def plan(call: AttentionCall) -> "InvariantPlan":
         NotImplementedError: options, a dtype, shapes or strides that the kernels do not support.
     """
     if not _is_supported(call):
-        raise NotImplementedError(
-            "the batch-invariant Hopper kernel does not support this call: expected one for"
-            " which supports(call) is True; use the portable kernel"
-        )
+        raise unsupported("batch-invariant Hopper kernel")
     base = sm90.plan(call)
     config = base.config
     group = next_power_of_2(base.group_size)
@@ -87,18 +84,15 @@ class InvariantPlan(Sm90Plan):
         constants: the kernels' constexpr arguments.
     """
 
+    kernel: ClassVar[Any] = invariant_kernel
     arguments: ClassVar[Any] = InvariantArguments
     _folder: Launcher = field(init=False)
 
     def __post_init__(self) -> None:
         """Create the launchers."""
-        kernels = (
-            (invariant_kernel, self.lower),
-            (fold_kernel, lambda *tensors: tensors),
-        )
-        self.launcher, self._folder = (
-            Launcher(kernel, lower, self.constants, num_warps=4, num_stages=1)
-            for kernel, lower in kernels
+        super().__post_init__()
+        self._folder = Launcher(
+            fold_kernel, lambda *tensors: tensors, self.constants, 4, 1
         )
 
     def count_splits(self, call: AttentionCall, num_tiles: int) -> int:
@@ -128,48 +122,26 @@ class InvariantPlan(Sm90Plan):
             call: one that the plan takes; its `out` and `lse` are modified in place.
             task: not used.
         """
-        block_table, out, lse = call.block_table, call.out, call.lse
-        starts, sinks = call.query_start_loc, call.options.sinks
-        assert block_table is not None
         config, device = self.config, call.query.device
-        num_tokens, num_reqs = call.query.shape[0], starts.shape[0] - 1
+        given = self.name_arguments(call)
+        num_tokens = given["num_tokens"]
         # a request has at most the tiles that its tokens fill, and one that is not full
-        num_tiles = num_tokens // (self.tile_rows // config.GROUP) + num_reqs
+        num_tiles = num_tokens // (self.tile_rows // config.GROUP) + given["num_reqs"]
         num_tiles *= self.num_heads // self.group_size
         num_splits = self.count_splits(call, num_tiles)
         num_programs = min(num_tiles * num_splits, count_processors(device))
         kept = num_programs * self.tile_rows * config.HEAD_DIM
         shared = num_splits * self._numbers_per_split(call) if num_splits > 1 else 0
         work_counter, states = find_workspace(device, 2, kept + shared)
-        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
-        arguments = {
-            "q_desc": call.query,
-            "k_desc": call.key,
-            "v_desc": call.value,
-            "out_desc": out,
-            "out": out,
-            "lse": lse,
+        given |= {
             "states": states,
-            "block_table": block_table,
-            "query_start_loc": starts,
-            "kv_lens": call.lengths,
             "work_counter": work_counter,
-            "sinks": None if sinks is None else sinks.contiguous(),
-            "scale_log2": call.scale * LOG2_E.value,
-            "num_reqs": num_reqs,
-            "num_tokens": num_tokens,
-            "num_heads": self.num_heads,
-            "group_size": self.group_size,
             "num_splits": num_splits,
-            **self.strides,
-            "lse_stride_head": lse_stride_head,
-            "lse_stride_token": lse_stride_token,
-            "block_table_stride": block_table.stride(0),
+            "num_programs": num_programs,
         }
-        self.launch_with_maps(call, (num_programs, 1, 1), arguments)
+        self.launch_with_maps(call, (num_programs, 1, 1), given)
         if num_splits > 1:
             groups = -(-num_tokens * self.num_heads // ROWS.value)
-            given = {**arguments, "num_programs": num_programs}
             launch_by_pointers(self._folder, (groups, 1, 1), FoldArguments, given)
 
     def _numbers_per_split(self, call: AttentionCall) -> int:

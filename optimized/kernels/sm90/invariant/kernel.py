@@ -1,7 +1,7 @@
 """Entries of the batch-invariant Hopper kernels: attention, and the fold of shared splits.
 
-The first has the roles of the prefill kernel (`..kernel`) and computes requests of any length. A
-query tile has all query heads of a KV head, so a decode reads its keys once.
+The first computes requests of any length. A query tile has all query heads of a KV head, so a
+decode reads its keys once.
 """
 
 from typing import NamedTuple
@@ -11,20 +11,20 @@ from triton.experimental.gluon import language as gl
 
 from ..common.config import WARPGROUP_M
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
+from ..common.load_kv import TmaTensor, locate_kv
+from ..common.roles import Loads, produce_q_and_k, produce_v, run_roles
+from ..common.scheduler import BatchArgs
 from ..common.score import ScoreArgs, softmax_scale
-from ..prefill.kernel import allocate, run_roles
-from ..prefill.producer import TmaTensor, produce_v
-from ..prefill.scheduler import BatchArgs
+from ..common.storage import allocate
 from .consumer import consume_splits
 from .fold import fold, normalize_state
-from .producer import produce_q_and_k
 from .rows import (
-    InvariantOutput,
     count_live_tokens,
     locate_states,
     store_lse,
     store_rows,
 )
+from .scheduler import locate_split
 
 ROWS = gl.constexpr(8)
 """Rows that a program of the second kernel folds."""
@@ -36,7 +36,13 @@ class InvariantArguments(NamedTuple):
     Args:
         q_desc, out_desc: tensor maps, with boxes of tokens, heads and columns.
         k_desc, v_desc: tensor maps; `TmaTensor` has their block and head steps.
-        out, lse, states, num_tokens, num_heads, group_size: `InvariantOutput`.
+        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries.
+        lse: [heads, tokens], or None.
+        states: [splits, tokens, heads, HEAD_DIM] accumulators of splits that programs share, and
+            after them [splits, tokens, heads] maxima and as many sums. Before them
+            [programs, consumers, WARPGROUP_M, HEAD_DIM], where each warpgroup keeps its own.
+        num_tokens: tokens with those of no request.
+        num_heads, group_size: query heads, and query heads per KV head.
         block_table, query_start_loc, kv_lens, num_reqs: `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
         sinks, scale_log2: `ScoreArgs`.
@@ -100,7 +106,7 @@ class FoldArguments(NamedTuple):
 
 
 @gluon.jit
-def compute_splits(args, config: gl.constexpr):
+def compute_requests(args, config: gl.constexpr):
     """Compute the attention of all requests, and clear the rows of no request.
 
     Args:
@@ -117,37 +123,20 @@ def compute_splits(args, config: gl.constexpr):
         num_heads=args.num_heads // args.group_size * args.num_splits,
         group_size=1,
         max_decode_rows=0,
-    )
-    k = TmaTensor(args.k_desc, args.k_block_rows, args.k_head_rows, args.k_head_columns)
-    v = TmaTensor(args.v_desc, args.v_block_rows, args.v_head_rows, args.v_head_columns)
-    output = InvariantOutput(
-        desc=args.out_desc,
-        out=args.out,
-        lse=args.lse,
-        states=args.states,
-        query_start_loc=args.query_start_loc,
-        num_reqs=args.num_reqs,
-        num_tokens=args.num_tokens,
-        num_heads=args.num_heads,
         num_splits=args.num_splits,
-        group_size=args.group_size,
-        out_stride_token=args.out_stride_token,
-        out_stride_head=args.out_stride_head,
-        lse_stride_token=args.lse_stride_token,
-        lse_stride_head=args.lse_stride_head,
     )
+    q = TmaTensor(args.q_desc, 0, 0, 0)
+    k, v = locate_kv(args)
     score = ScoreArgs(args.scale_log2, args.sinks)
-    shared = allocate(
-        k.desc.dtype, k.desc.block_type.shape[0], v.desc.block_type.shape[0], config
-    )
+    shared = allocate(k.desc, v.desc, config)
     run_roles(
-        consume_splits, output, score, produce_q_and_k,
-        (shared, batch, args.q_desc, k, output, args.work_counter, config),
+        consume_splits, args, score, produce_q_and_k,
+        (shared, Loads(batch, q, k, args.group_size), args.work_counter, locate_split, config),
         produce_v, (shared, batch, v, config), shared, config,
     )  # fmt: skip
 
 
-invariant_kernel = make_kernel("invariant_kernel", compute_splits, InvariantArguments)
+invariant_kernel = make_kernel("invariant_kernel", compute_requests, InvariantArguments)
 
 
 @gluon.jit

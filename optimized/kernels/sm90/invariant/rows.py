@@ -4,43 +4,8 @@ A query tile has the rows of several tokens and of the query heads that share a 
 query head r % GROUP of token r // GROUP. If the heads are not a power of two, some rows are unused.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-
-
-class InvariantOutput(NamedTuple):
-    """Results, and memory for states of splits, as the kernels' arguments describe them.
-
-    Args:
-        desc: tensor map of the output, with boxes of the tokens of a warpgroup, GROUP heads and
-            HEAD_DIM columns.
-        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries.
-        lse: [heads, tokens], or None.
-        states: [splits, tokens, heads, HEAD_DIM] accumulators of splits that programs share, and
-            after them [splits, tokens, heads] maxima and as many sums. Before them
-            [programs, consumers, WARPGROUP_M, HEAD_DIM], where each warpgroup keeps its own.
-        query_start_loc, num_reqs: [reqs + 1], and the requests.
-        num_tokens, num_heads, num_splits: sizes of `states`.
-        group_size: query heads per KV head.
-        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
-    """
-
-    desc: Any
-    out: Any
-    lse: Any
-    states: Any
-    query_start_loc: Any
-    num_reqs: Any
-    num_tokens: Any
-    num_heads: Any
-    num_splits: Any
-    group_size: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
 
 
 @gluon.jit
@@ -54,7 +19,7 @@ def store_rows(output, acc, token, head, is_row, config: gl.constexpr):
     """Store rows of the output.
 
     Args:
-        output: `InvariantOutput`.
+        output: `InvariantArguments` or `FoldArguments`.
         acc: [rows, HEAD_DIM].
         token, head, is_row: [rows].
     """
@@ -86,7 +51,7 @@ def locate_states(
     """Return pointers to the accumulators, maxima and sums of rows in one split.
 
     Args:
-        output: `InvariantOutput`.
+        output: `InvariantArguments` or `FoldArguments`.
         token, head: [rows].
         begin: offset of the shared states in `output.states`.
 

@@ -7,25 +7,25 @@ all further splits as well. With one item per query tile, that item has all keys
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.scheduler import locate_work
 from ..common.tile_range import OwnTiles, first_kv_tile
 from ..common.work_item import WorkItem
-from ..prefill.scheduler import locate_work
 
 
 @gluon.jit
 def locate_split(
-    batch, item, items, request, num_splits, config: gl.constexpr, TOKENS: gl.constexpr
+    batch, item, items, request, config: gl.constexpr, TILE_TOKENS: gl.constexpr
 ):
     """Return the `WorkItem` with a number.
 
     Args:
         batch: `BatchArgs`, with one head per KV head and split.
         items, request: of the work item's request.
-        num_splits: items that share a query tile.
-        TOKENS: tokens of a query tile.
+        TILE_TOKENS: tokens of a query tile.
     """
+    num_splits = batch.num_splits
     SPLIT_TILES: gl.constexpr = config.SPLIT_TILES
-    work = locate_work(batch, item, items, request, config, TOKENS)
+    work = locate_work(batch, item, items, request, config, TILE_TOKENS)
     split = work.head % num_splits
     first = first_kv_tile(work, config)
     end = first + work.num_kv_tiles

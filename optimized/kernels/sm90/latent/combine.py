@@ -25,7 +25,7 @@ class LatentCombineArguments(NamedTuple):
 
     Args:
         out: [tokens, heads, RANK]; lse: [heads, tokens], or None.
-        partial_out, partial_lse, splits, partial_rows: see `LatentOutput`.
+        partial_out, partial_lse, splits, partial_rows: as in `LatentArguments`.
         query_start_loc: [reqs + 1] first token of each request.
         num_segments: segments of the first launch.
     """

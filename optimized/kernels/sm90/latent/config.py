@@ -12,6 +12,7 @@ RANK = gl.constexpr(512)
 """Elements of a latent vector that are key and value: kv_lora_rank."""
 ROPE_DIM = gl.constexpr(64)
 """Elements of a latent vector that are key only: qk_rope_head_dim."""
+WIDTH = gl.constexpr(RANK.value + ROPE_DIM.value)
 HALF = gl.constexpr(256)
 """Value columns per consumer warpgroup. Its accumulator takes 128 registers per thread."""
 BLOCK_M = gl.constexpr(64)
@@ -51,12 +52,3 @@ def acc_layout():
 def p_operand_layout():
     """Return the register layout of p as the left operand of P @ V."""
     return gl.DotOperandLayout(0, acc_layout(), k_width=2)
-
-
-@gluon.constexpr_function
-def requests_layout(reqs, num_warps):
-    """Return the register layout of `reqs` requests: each warp has all of them.
-
-    Reductions then need no exchange between warps.
-    """
-    return gl.BlockedLayout([reqs // 32], [32], [num_warps], [0])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -22,10 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..common.config import SWIZZLED
 from ..common.gluon_names import reinterpret
 from ..common.pipeline import PipelineState
-from .config import BLOCK_M, BLOCK_N, HALF, ROPE_DIM, STAGES, acc_layout, qk_layout
+from ..common.softmax import online_softmax
+from .config import (
+    BLOCK_M,
+    BLOCK_N,
+    HALF,
+    ROPE_DIM,
+    STAGES,
+    acc_layout,
+    p_operand_layout,
+    qk_layout,
+)
 from .epilogue import store_half, store_lse, store_no_split, store_split
-from .schedule import locate_latent_item, next_unit
-from .softmax import finish_softmax, mask_qk, online_softmax, publish_p
+from .items import visit_items
 from .sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
 
 
@@ -74,80 +84,77 @@ def _view_tiles(shared):
 
 
 @gluon.jit
-def consume_scores(shared, output, batch, segment, scale_log2):
+def consume_scores(shared, output, batch, segment):
     """Run warpgroup 0: Q @ K, softmax, and P @ V of the first half of the value columns."""
-    tiles = _view_tiles(shared)
-    kv_state = PipelineState.start(STAGES)
-    q_state = PipelineState.start(1)
     store_no_split(output, segment)
-    req, row_tile = segment.req, segment.row_tile
-    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
-    while left > 0:
-        item = locate_latent_item(batch, req, row_tile, skipped, left)
-        if item.end > item.begin:
-            if (item.begin == 0) & (item.end < item.num_tiles):
-                store_split(output, batch, segment, item, segment.end - left, row_tile)
-            shared.q_pipe.consumer_wait(q_state)
-            carry, kv_state = _mainloop(
-                shared, tiles, batch, kv_state, item, row_tile, scale_log2
-            )
-            shared.q_pipe.consumer_release(q_state)
-            q_state = q_state.advance()
-            inverse, lse = finish_softmax(carry, scale_log2)
-            p_empty_wait()
-            shared.alpha.store(inverse)
-            p_full_arrive()
-            ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
-            acc = carry.acc * gl.convert_layout(inverse, ACC_ROWS)[:, None]
-            lse = gl.convert_layout(lse, ACC_ROWS)
-            store_half(output, batch, segment, item, acc, row_tile, 0)
-            store_lse(output, batch, segment, item, lse, row_tile)
-            left -= item.end - item.begin
-            skipped = gl.to_tensor(0)
-        req, row_tile = next_unit(batch, req, row_tile, left == 0)
+    states = PipelineState.start(STAGES), PipelineState.start(1)
+    args = shared, _view_tiles(shared), output, batch, segment
+    visit_items(batch, segment, compute_scores, args, states)
     # consume the last arrival, so that the named barrier ends as it began
     p_empty_wait()
 
 
 @gluon.jit
-def consume_values(shared, output, batch, segment):
-    """Run warpgroup 1: P @ V of the second half of the value columns."""
+def compute_scores(item, args, states):
+    """Compute and store what warpgroup 0 has of an item (`visit_items`)."""
+    shared, tiles, output, batch, segment = args
+    kv_state, q_state = states
+    scale_log2 = output.scale_log2
+    if (item.begin == 0) & (item.end < item.num_tiles):
+        store_split(output, batch, segment, item)
+    shared.q_pipe.consumer_wait(q_state)
+    carry, kv_state = _mainloop(shared, tiles, batch, kv_state, item, scale_log2)
+    shared.q_pipe.consumer_release(q_state)
+    inverse, lse = finish_softmax(carry, scale_log2)
+    p_empty_wait()
+    shared.alpha.store(inverse)
+    p_full_arrive()
     ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
-    tiles = _view_tiles(shared)
-    kv_state = PipelineState.start(STAGES)
-    p_empty_arrive()
-    req, row_tile = segment.req, segment.row_tile
-    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
-    while left > 0:
-        item = locate_latent_item(batch, req, row_tile, skipped, left)
-        if item.end > item.begin:
-            acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_layout())
-            for _ in range(item.end - item.begin):
-                p_full_wait()
-                alpha = shared.alpha.load(ACC_ROWS)
-                shared.pipe_1.consumer_wait(kv_state)
-                acc = acc * alpha[:, None]
-                v = tiles.half_1.index(kv_state.stage())
-                acc = warpgroup_mma(shared.p, v, acc, is_async=True)
-                acc = warpgroup_mma_wait(0, deps=[acc])
-                p_empty_arrive()
-                shared.pipe_1.consumer_release(kv_state)
-                kv_state = kv_state.advance()
-            p_full_wait()
-            inverse = shared.alpha.load(ACC_ROWS)
-            acc = acc * inverse[:, None]
-            p_empty_arrive()
-            store_half(output, batch, segment, item, acc, row_tile, 1)
-            left -= item.end - item.begin
-            skipped = gl.to_tensor(0)
-        req, row_tile = next_unit(batch, req, row_tile, left == 0)
+    acc = carry.acc * gl.convert_layout(inverse, ACC_ROWS)[:, None]
+    lse = gl.convert_layout(lse, ACC_ROWS)
+    store_half(output, batch, segment, item, acc, 0)
+    store_lse(output, batch, segment, item, lse)
+    return kv_state, q_state.advance()
 
 
 @gluon.jit
-def _mainloop(shared, tiles, batch, kv_state, item, row_tile, scale_log2):
+def consume_values(shared, output, batch, segment):
+    """Run warpgroup 1: P @ V of the second half of the value columns."""
+    p_empty_arrive()
+    args = shared, _view_tiles(shared), output, batch, segment
+    visit_items(batch, segment, compute_values, args, PipelineState.start(STAGES))
+
+
+@gluon.jit
+def compute_values(item, args, kv_state):
+    """Compute and store what warpgroup 1 has of an item (`visit_items`)."""
+    shared, tiles, output, batch, segment = args
+    ACC_ROWS: gl.constexpr = gl.SliceLayout(1, acc_layout())
+    acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_layout())
+    for _ in range(item.end - item.begin):
+        p_full_wait()
+        alpha = shared.alpha.load(ACC_ROWS)
+        shared.pipe_1.consumer_wait(kv_state)
+        acc = acc * alpha[:, None]
+        v = tiles.half_1.index(kv_state.stage())
+        acc = warpgroup_mma(shared.p, v, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        p_empty_arrive()
+        shared.pipe_1.consumer_release(kv_state)
+        kv_state = kv_state.advance()
+    p_full_wait()
+    inverse = shared.alpha.load(ACC_ROWS)
+    acc = acc * inverse[:, None]
+    p_empty_arrive()
+    store_half(output, batch, segment, item, acc, 1)
+    return kv_state
+
+
+@gluon.jit
+def _mainloop(shared, tiles, batch, kv_state, item, scale_log2):
     """Return the `LatentCarry` after all KV tiles of an item, and the next KV state."""
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
-    row = row_tile * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)  # [BLOCK_M]
+    row = item.row_tile * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)  # [BLOCK_M]
     visible_end = gl.minimum(item.context + row // batch.num_heads + 1, item.seq_len)
     # the first tiles need no mask for any row
     num_unmasked = (item.context + 1) // BLOCK_N
@@ -178,7 +185,9 @@ def _first_tile(shared, tiles, kv_state, item, visible_end, scale_log2):
     qk = warpgroup_mma_wait(0, deps=[qk])
     shared.pipe_1.consumer_release(kv_state)
     qk = mask_qk(qk, item.end - 1, visible_end)
-    p, alpha, m_i, l_i = online_softmax(qk, m_i, 0, scale_log2, True)
+    p, alpha, m_i, l_i = online_softmax(
+        qk, m_i, 0, scale_log2, True, True, False, False
+    )
     p = publish_p(shared, p, alpha)
     acc = _multiply_pv(shared, tiles, p, acc, kv_state)
     return LatentCarry(acc, m_i, l_i), kv_state.advance()
@@ -210,7 +219,9 @@ def _kv_iteration(
     shared.pipe_1.consumer_release(kv_state)
     if MASKED:
         qk = mask_qk(qk, kv_tile, visible_end)
-    p, alpha, m_i, l_i = online_softmax(qk, m_i, l_i, scale_log2, False)
+    p, alpha, m_i, l_i = online_softmax(
+        qk, m_i, l_i, scale_log2, False, True, False, False
+    )
     p = publish_p(shared, p, alpha)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout()))[:, None]
     acc = _multiply_pv(shared, tiles, p, acc, kv_state)
@@ -245,3 +256,37 @@ def _multiply_pv(shared, tiles, p, acc, kv_state):
     acc, _ = warpgroup_mma_wait(0, deps=[acc, p])
     shared.pipe_0.consumer_release(kv_state)
     return acc
+
+
+@gluon.jit
+def mask_qk(qk, kv_tile, visible_end):
+    """Set the dot products with keys that are not visible to -inf."""
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk_layout()))  # [BLOCK_N]
+    # relative to the tile, because then the columns are constants
+    end = visible_end - kv_tile * BLOCK_N  # [BLOCK_M]
+    return gl.where(column[None, :] < end[:, None], qk, -float("inf"))
+
+
+@gluon.jit
+def publish_p(shared, p, alpha):
+    """Write p and alpha to shared memory for warpgroup 1, and return p as the left operand."""
+    p = p.to(shared.p.dtype)
+    p_empty_wait()
+    shared.p.store(p)
+    shared.alpha.store(alpha)
+    # ordinary stores, before the tensor cores read through the async proxy
+    fence_async_shared()
+    p_full_arrive()
+    return gl.convert_layout(p, p_operand_layout())
+
+
+@gluon.jit
+def finish_softmax(carry, scale_log2):
+    """Return 1 / sum and the log-sum-exp in base 2.  # [BLOCK_M] each
+
+    A row without a visible key has the sum 0. Its output is 0 and its log-sum-exp -inf.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
+    total = gl.convert_layout(gl.sum(carry.l_i, 1), ROWS)
+    total = gl.where(total > 0, total, 1.0)
+    return 1.0 / total, carry.m_i * scale_log2 + gl.log2(total)

@@ -1,39 +1,10 @@
 """Output of the Hopper latent decode kernel: finished rows, and partial results."""
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.config import LN_2
 from .config import BLOCK_M, HALF, RANK, acc_layout
-
-
-class LatentOutput(NamedTuple):
-    """The output, its log-sum-exp and the partial results, as the kernel's arguments describe them.
-
-    Args:
-        out: [tokens, heads, RANK].
-        lse: [heads, tokens], or None.
-        partial_out: [segments, 2, partial_rows, RANK] float32.
-        partial_lse: [segments, 2, partial_rows] float32, in base 2.
-        splits: [segments, 4] int32: the row tile that begins in a segment and ends in a later one.
-            Its last segment, the batch's rows before it, its own rows, and nothing. The first is -1
-            if there is none.
-        partial_rows: rows of a row tile, at most.
-        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
-    """
-
-    out: Any
-    lse: Any
-    partial_out: Any
-    partial_lse: Any
-    splits: Any
-    partial_rows: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
 
 
 @gluon.jit
@@ -50,21 +21,17 @@ def store_no_split(output, segment):
 
 
 @gluon.jit
-def store_split(output, batch, segment, item, tile_index, row_tile):
-    """Store which row tile begins in the segment and ends in a later one, and in which.
-
-    Args:
-        tile_index: index of its first KV tile among all tiles.
-    """
-    end = tile_index + item.num_tiles - segment.partition_begin
+def store_split(output, batch, segment, item):
+    """Store which row tile begins in the segment and ends in a later one, and in which."""
+    end = item.tile_index + item.num_tiles - segment.partition_begin
     split = output.splits + 4 * segment.index
     gl.store(split, segment.partition_index + (end - 1) // segment.length)
-    gl.store(split + 1, item.query_start * batch.num_heads + row_tile * BLOCK_M)
+    gl.store(split + 1, item.query_start * batch.num_heads + item.row_tile * BLOCK_M)
     gl.store(split + 2, gl.minimum(item.num_rows, BLOCK_M))
 
 
 @gluon.jit
-def store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constexpr):
+def store_half(output, batch, segment, item, acc, CONSUMER: gl.constexpr):
     """Store half of the value columns of an item's rows.
 
     Args:
@@ -75,7 +42,7 @@ def store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constex
     column = CONSUMER * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_layout()))
     is_value = is_row[:, None] & (column >= 0)[None, :]
     if item.end - item.begin == item.num_tiles:
-        row += row_tile * BLOCK_M
+        row += item.row_tile * BLOCK_M
         token = item.query_start + row // batch.num_heads
         offset = token.to(gl.int64) * output.out_stride_token
         offset += (row % batch.num_heads) * output.out_stride_head
@@ -94,7 +61,7 @@ def store_half(output, batch, segment, item, acc, row_tile, CONSUMER: gl.constex
 
 
 @gluon.jit
-def store_lse(output, batch, segment, item, lse, row_tile):
+def store_lse(output, batch, segment, item, lse):
     """Store the log-sum-exp of an item's rows.
 
     Args:
@@ -107,7 +74,7 @@ def store_lse(output, batch, segment, item, lse, row_tile):
         is_row = is_row & (row < output.partial_rows)
         gl.store(output.partial_lse + offset, lse, mask=is_row)
     elif output.lse is not None:
-        row += row_tile * BLOCK_M
+        row += item.row_tile * BLOCK_M
         token = item.query_start + row // batch.num_heads
         offset = token.to(gl.int64) * output.lse_stride_token
         offset += (row % batch.num_heads).to(gl.int64) * output.lse_stride_head

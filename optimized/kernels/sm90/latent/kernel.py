@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..common.config import LINEAR, SWIZZLED
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
+from ..common.load_kv import TmaTensor
 from ..common.pipeline import MbarrierRing, allocate_barriers
-from ..prefill.producer import TmaTensor
+from ..common.scheduler import BatchArgs
 from .config import (
     BLOCK_M,
     BLOCK_N,
@@ -33,9 +34,8 @@ from .config import (
     STAGES,
 )
 from .consumer import consume_scores, consume_values
-from .epilogue import LatentOutput
 from .producer import produce
-from .schedule import LatentBatchArgs, find_latent_segment
+from .schedule import find_latent_segment
 from .sync import LatentStorage
 
 
@@ -45,10 +45,16 @@ class LatentArguments(NamedTuple):
     Args:
         q_desc: tensor map of the queries as rows, [tokens * heads, RANK + ROPE_DIM].
         kv_desc: tensor map of the cache as rows.
-        out, lse, partial_out, partial_lse, splits, partial_rows: `LatentOutput`.
-        block_table, query_start_loc, seq_lens, num_reqs, num_heads: `LatentBatchArgs`.
+        out: [tokens, heads, RANK].
+        lse: [heads, tokens], or None.
+        partial_out: [segments, 2, partial_rows, RANK] float32.
+        partial_lse: [segments, 2, partial_rows] float32, in base 2.
+        splits: [segments, 4] int32: the row tile that begins in a segment and ends in a later one.
+            Its last segment, the batch's rows before it, its own rows, and nothing. The first is -1
+            if there is none.
+        partial_rows: rows of a row tile, at most.
+        block_table, query_start_loc, seq_lens, num_reqs, num_heads: `BatchArgs`.
         scale_log2: the scale of the dot products times log2(e), positive.
-        min_tiles: KV tiles of a segment, at least.
         kv_block_rows: rows from cache block to cache block.
     """
 
@@ -65,7 +71,6 @@ class LatentArguments(NamedTuple):
     scale_log2: Option
     num_reqs: Number
     num_heads: Number
-    min_tiles: Number
     partial_rows: Number
     kv_block_rows: Number
     out_stride_token: Number
@@ -114,36 +119,26 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr):
         args: `LatentArguments`.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
     """
-    batch = LatentBatchArgs(
+    batch = BatchArgs(
         block_table=args.block_table,
         block_table_stride=args.block_table_stride,
         query_start_loc=args.query_start_loc,
-        seq_lens=args.seq_lens,
+        kv_lens=args.seq_lens,
         num_reqs=args.num_reqs,
         num_heads=args.num_heads,
-    )
-    output = LatentOutput(
-        out=args.out,
-        lse=args.lse,
-        partial_out=args.partial_out,
-        partial_lse=args.partial_lse,
-        splits=args.splits,
-        partial_rows=args.partial_rows,
-        out_stride_token=args.out_stride_token,
-        out_stride_head=args.out_stride_head,
-        lse_stride_token=args.lse_stride_token,
-        lse_stride_head=args.lse_stride_head,
+        group_size=1,
+        max_decode_rows=0,
     )
     kv = TmaTensor(args.kv_desc, args.kv_block_rows, 0, 0)
-    segment = find_latent_segment(batch, args.min_tiles)
+    segment = find_latent_segment(batch)
     shared = _allocate(
         kv.desc.dtype, args.q_desc.block_type.shape[0], kv.desc.block_type.shape[0]
     )
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume_scores, (shared, output, batch, segment, args.scale_log2)),
-            (consume_values, (shared, output, batch, segment)),
+            (consume_scores, (shared, args, batch, segment)),
+            (consume_values, (shared, args, batch, segment)),
             (produce, (shared, batch, args.q_desc, kv, segment, BLOCK_SIZE)),
         ],
         [4, 1],

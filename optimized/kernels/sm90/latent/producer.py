@@ -25,7 +25,7 @@ from .config import (
     ROPE_DIM,
     STAGES,
 )
-from .schedule import locate_latent_item, next_unit
+from .items import visit_items
 
 
 @gluon.jit
@@ -35,41 +35,23 @@ def produce(shared, batch, q_desc, kv, segment, BLOCK_SIZE: gl.constexpr):
     Args:
         kv: `TmaTensor` of the cache.
     """
-    kv_state = PipelineState.start(STAGES)
-    q_state = PipelineState.start(1)
-    tail_state = PipelineState.start(1)
-    req, row_tile = segment.req, segment.row_tile
-    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
-    while left > 0:
-        item = locate_latent_item(batch, req, row_tile, skipped, left)
-        if item.end > item.begin:
-            kv_state, q_state, tail_state = _load_item(
-                shared, batch, q_desc, kv, kv_state, q_state, tail_state, item, row_tile,
-                BLOCK_SIZE,
-            )  # fmt: skip
-            left -= item.end - item.begin
-            skipped = gl.to_tensor(0)
-        req, row_tile = next_unit(batch, req, row_tile, left == 0)
+    start = PipelineState.start(1)
+    states = PipelineState.start(STAGES), start, start
+    visit_items(
+        batch, segment, load_item, (shared, batch, q_desc, kv, BLOCK_SIZE), states
+    )
 
 
 @gluon.jit
-def _load_item(
-    shared,
-    batch,
-    q_desc,
-    kv,
-    kv_state,
-    q_state,
-    tail_state,
-    item,
-    row_tile,
-    BLOCK_SIZE: gl.constexpr,
-):
+def load_item(item, args, states):
     """Load an item's Q, and its KV tiles from the last to the first; return the next states.
 
     Rows past the end of a sequence may hold NaN, and 0 * NaN = NaN, so their values are cleared.
     The loads of such a tile signal the last full barrier of each ring, where only this warp waits.
     """
+    shared, batch, q_desc, kv, _ = args
+    BLOCK_SIZE: gl.constexpr = args[4]
+    kv_state, q_state, tail_state = states
     ROW_BOXES: gl.constexpr = BLOCK_N // kv.desc.block_type.shape[0]
     valid_rows = item.seq_len - (item.end - 1) * BLOCK_N
     rows = _box_rows(batch, item, item.end - 1, kv.block_rows, ROW_BOXES, BLOCK_SIZE)
@@ -94,7 +76,7 @@ def _load_item(
         _load_boxes(kv.desc, shared.half_0, stage, barrier, rows, 0, HALF_BOXES)
         if i == 0:
             # after the first KV tile, which does not wait for the end of the item before
-            first_row = item.query_start * batch.num_heads + row_tile * BLOCK_M
+            first_row = item.query_start * batch.num_heads + item.row_tile * BLOCK_M
             _load_q(shared, q_desc, q_state, first_row)
         if is_tail:
             mbarrier.wait(shared.pipe_1.full.index(STAGES), tail_state.phase())

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.config import warp_layout
-from ..common.pipeline import ARRIVE_PTX, WAIT_PTX
+from ..common.pipeline import ARRIVE_PTX, WAIT_PTX, named_barrier
 
 # Triton numbers its own named barriers from 0, so the last 2 of 16 are taken.
 P_FULL = gl.constexpr(14)
@@ -49,36 +48,22 @@ class LatentStorage(NamedTuple):
 @gluon.jit
 def p_full_wait():
     """Wait until p and alpha are in shared memory."""
-    _named_barrier(WAIT_PTX, P_FULL)
+    named_barrier(WAIT_PTX, P_FULL)
 
 
 @gluon.jit
 def p_full_arrive():
     """Signal that p and alpha are in shared memory."""
-    _named_barrier(ARRIVE_PTX, P_FULL)
+    named_barrier(ARRIVE_PTX, P_FULL)
 
 
 @gluon.jit
 def p_empty_wait():
     """Wait until p and alpha may be overwritten."""
-    _named_barrier(WAIT_PTX, P_EMPTY)
+    named_barrier(WAIT_PTX, P_EMPTY)
 
 
 @gluon.jit
 def p_empty_arrive():
     """Signal that p and alpha may be overwritten."""
-    _named_barrier(ARRIVE_PTX, P_EMPTY)
-
-
-@gluon.jit
-def _named_barrier(PTX: gl.constexpr, barrier: gl.constexpr):
-    # one element per thread, so each thread executes the instruction once
-    layout: gl.constexpr = warp_layout(gl.num_warps())
-    gl.inline_asm_elementwise(
-        PTX,
-        "=r,r",
-        [gl.full([32 * gl.num_warps()], barrier, gl.int32, layout)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    named_barrier(ARRIVE_PTX, P_EMPTY)

@@ -1,40 +1,13 @@
 """Epilogue of the Hopper prefill kernel: normalize a warpgroup's rows and store them."""
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ..common.config import (
-    LN_2,
-    LOG2_E,
-    acc_columns,
-    acc_layout,
-    count_tokens,
-    has_unused_rows,
-)
+from ..common.config import LN_2, LOG2_E
 from ..common.gluon_names import async_store
 from ..common.softmax import rescale
-
-
-class PrefillOutput(NamedTuple):
-    """The output and its log-sum-exp, as the kernel's arguments describe them.
-
-    Args:
-        plane: `TmaTensor` of the output.
-        out: [tokens, heads, HEAD_SIZE], in the dtype of the queries or float32.
-        lse: [heads, tokens], or None.
-        out_stride_token, out_stride_head, lse_stride_token, lse_stride_head: in elements.
-    """
-
-    plane: Any
-    out: Any
-    lse: Any
-    out_stride_token: Any
-    out_stride_head: Any
-    lse_stride_token: Any
-    lse_stride_head: Any
+from ..common.traits import acc_columns, acc_layout, count_tokens, has_unused_rows
 
 
 @gluon.jit
@@ -89,7 +62,7 @@ def store_tile(
     would overwrite the next head. So are outputs of float32, which do not fit the query tile.
 
     Args:
-        output: `PrefillOutput`.
+        output: `PrefillArguments`.
         q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
         staging: the same memory in the shape of a TMA box of the output.
         acc: [WARPGROUP_M, columns] of each part of `acc_columns`, normalized rows.
@@ -107,7 +80,7 @@ def store_tile(
         is_row = token < gl.minimum(num_queries, FIRST_TOKEN + TOKENS)
     is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
     PARTS: gl.constexpr = acc_columns(config)
-    HAS_HEADS: gl.constexpr = len(output.plane.desc.block_type.shape) == 3
+    HAS_HEADS: gl.constexpr = len(output.out_desc.block_type.shape) == 3
     if (config.HEAD_SIZE < config.HEAD_DIM and not HAS_HEADS) or dtype != q.dtype:
         is_whole = False
     if is_whole:
@@ -117,16 +90,16 @@ def store_tile(
         fence_async_shared()
         if HAS_HEADS:
             async_store(
-                output.plane.desc,
+                output.out_desc,
                 [work.query_start + FIRST_TOKEN, work.head * config.GROUP, 0],
                 staging,
             )
         else:
             async_store(
-                output.plane.desc,
+                output.out_desc,
                 [
-                    work.query_start + FIRST_TOKEN + head * output.plane.head_rows,
-                    head * output.plane.head_columns,
+                    work.query_start + FIRST_TOKEN + head * output.out_head_rows,
+                    head * output.out_head_columns,
                 ],
                 staging,
             )

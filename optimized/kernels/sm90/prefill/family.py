@@ -23,7 +23,7 @@ from ..common.config import (
     pad_head_size,
 )
 from ..common.plan import Box
-from ..common.planes import TAIL_DIMS, find_planes
+from ..common.planes import TAIL_DIMS, find_planes, unsupported
 from .packed import plan_packed
 from .plan import PrefillPlan
 
@@ -49,10 +49,7 @@ def plan(call: AttentionCall) -> PrefillPlan:
     """
     planes = find_planes(call)
     if planes is None:
-        raise NotImplementedError(
-            "the Hopper prefill kernel does not support this call: expected one for which"
-            " supports(call) is True; use the portable kernel"
-        )
+        raise unsupported("Hopper prefill kernel")
     q_plane, k_plane, v_plane, out_plane = planes
     config = _make_config(call)
     boxes = _choose_boxes(call, config)

@@ -14,18 +14,17 @@ so the code is the same for both boxes. The host encodes the map with the true o
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....runtime.attention_call import AttentionCall
-from ....runtime.launcher import Launcher, is_profiled
+from ....runtime.launcher import is_profiled
 from ..common.config import WARPGROUP_M
 from ..common.entry import find_ends, find_order
 from ..common.plan import Address
 from .cost import packs_heads
-from .kernel import prefill_kernel
 from .plan import PrefillPlan
 
 
@@ -55,11 +54,7 @@ class PackedPlan(PrefillPlan):
     It is not usable if this version of Triton does not let `Launcher` encode the tensor maps.
     """
 
-    def __post_init__(self) -> None:
-        """Create the launcher."""
-        self.launcher = Launcher(
-            prefill_kernel, self.lower, self.constants, 4, 1, encodes_maps=True
-        )
+    encodes_maps: ClassVar[bool] = True
 
     def is_chosen(self, max_query_len: int) -> bool:
         """Return whether requests of at most so many tokens have fewer tiles by this plan.

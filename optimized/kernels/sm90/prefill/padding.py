@@ -9,21 +9,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..common.config import BOX_COLUMNS, WARP_SIZE
-from .producer import produce_v
+from ..common.roles import produce_v
 
 
 @gluon.jit
-def clear_and_produce_v(shared, batch, v, output, cleared_tokens, config: gl.constexpr):
+def clear_and_produce_v(shared, batch, v, output, config: gl.constexpr):
     """Run producer warp 1: clear this program's share of the rows of no request, then load V.
 
     Args:
         shared, batch, v: arguments of `produce_v`.
-        output: `PrefillOutput`.
-        cleared_tokens: tokens of the output; 0 if nothing is cleared.
+        output: `PrefillArguments`.
     """
     # with a tail, this code would change the schedule of the consumers' main loop (triton 3.6)
     if config.TAIL_DIM == 0:
-        clear_padding(batch, output, cleared_tokens, config)
+        clear_padding(batch, output, output.cleared_tokens, config)
     produce_v(shared, batch, v, config)
 
 

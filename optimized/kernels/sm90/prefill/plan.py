@@ -11,9 +11,8 @@ from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
 from ....runtime.cost_layer import BatchBounds, Layer
 from ....runtime.family import BatchLimits, Estimate, Task, Warm
-from ....runtime.launcher import Launcher
 from ....runtime.workspace import find_workspace
-from ..common.config import LOG2_E, WARPGROUP_M
+from ..common.config import WARPGROUP_M
 from ..common.plan import Sm90Plan
 from .cost import estimate_hopper_prefill
 from .kernel import PrefillArguments, prefill_kernel
@@ -29,15 +28,10 @@ class PrefillPlan(Sm90Plan):
         is_usable: whether a launch has not found that this version of Triton cannot make it.
     """
 
+    kernel: ClassVar[Any] = prefill_kernel
     arguments: ClassVar[Any] = PrefillArguments
     packed: "PrefillPlan | None" = None
     is_usable: bool = True
-
-    def __post_init__(self) -> None:
-        """Create the launcher."""
-        self.launcher = Launcher(
-            prefill_kernel, self.lower, self.constants, num_warps=4, num_stages=1
-        )
 
     @property
     def clears_padding(self) -> bool:
@@ -96,8 +90,6 @@ class PrefillPlan(Sm90Plan):
                 query head, the same for those of a KV head: both or none in all launches of a
                 plan. If None, they are 1.
         """
-        query, block_table = call.query, call.block_table
-        out, lse, sinks = call.out, call.lse, call.options.sinks
         if call.max_query_len * self.group_size <= short_rows:
             return
         packed = self.packed
@@ -106,42 +98,22 @@ class PrefillPlan(Sm90Plan):
             if packed.is_usable:
                 return
             self.packed = None
-        num_reqs = call.query_start_loc.shape[0] - 1
-        # a request has at most the tiles that its tokens fill, and one that is not full
+        given = self.name_arguments(call)
+        tokens, device = call.query.shape[0], call.query.device
+        # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
         group = self.config.GROUP
         num_heads = self.num_heads // group
+        # a request has at most the tiles that its tokens fill, and one that is not full
         tile_tokens = self.config.CONSUMERS * (WARPGROUP_M.value // group)
-        num_items = (query.shape[0] // tile_tokens + num_reqs) * num_heads
-        grid = (min(num_items, count_processors(query.device)), 1, 1)
-        work_counter = find_workspace(query.device, 2, 0)[0]
-        lse_stride_head, lse_stride_token = (0, 0) if lse is None else lse.stride()
-        k_scales, v_scales = scales
-        arguments = {
-            "q_desc": query,
-            "k_desc": call.key,
-            "v_desc": call.value,
-            "out_desc": out,
-            "out": out,
-            "lse": lse,
-            "block_table": block_table,
-            "query_start_loc": call.query_start_loc,
-            "kv_lens": call.lengths,
-            "work_counter": work_counter,
-            "sinks": None if sinks is None else sinks.contiguous(),
-            "k_scales": k_scales,
-            "v_scales": v_scales,
-            "scale_log2": call.scale * LOG2_E.value,
-            "num_reqs": num_reqs,
-            # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
+        num_items = (tokens // tile_tokens + given["num_reqs"]) * num_heads
+        grid = (min(num_items, count_processors(device)), 1, 1)
+        given |= {
+            "work_counter": find_workspace(device, 2, 0)[0],
+            "k_scales": scales[0],
+            "v_scales": scales[1],
             "num_heads": num_heads,
             "group_size": self.group_size // group,
             "max_decode_rows": short_rows // group,
-            **self.strides,
-            "lse_stride_head": lse_stride_head,
-            "lse_stride_token": lse_stride_token,
-            "block_table_stride": 0 if block_table is None else block_table.stride(0),
-            "cleared_tokens": query.shape[0]
-            if self.clears_padding and not short_rows
-            else 0,
+            "cleared_tokens": tokens if self.clears_padding and not short_rows else 0,
         }
-        self.launch_with_maps(call, grid, arguments, may_be_converted=True)
+        self.launch_with_maps(call, grid, given, may_be_converted=True)

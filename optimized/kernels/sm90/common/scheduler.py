@@ -1,4 +1,4 @@
-"""Tile scheduler of the Hopper prefill kernel: the order of work items, and the atomic counter.
+"""Tile scheduler of the Hopper kernels: the order of work items, and the atomic counter.
 
 Work items are numbered from the batch's last request to its first, and within a request from its
 last tokens, which see most keys, to its first. Program i begins with item i and takes every further
@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.config import WARP_SIZE, has_lower_bound, warp_layout
-from ..common.tile_range import first_visible_key
-from ..common.work_item import WorkItem
+from .config import WARP_SIZE
+from .stream_k import add
+from .tile_range import first_visible_key
+from .traits import has_lower_bound, warp_layout
+from .work_item import WorkItem
 
 REQS_PER_SCAN = gl.constexpr(32)
 """Requests whose work items are counted together, one per lane."""
@@ -30,6 +32,7 @@ class BatchArgs(NamedTuple):
         num_reqs, num_heads: requests, and heads that have work items: query heads, or KV heads if
             a tile has the rows of all query heads that share one.
         group_size: such heads per KV head.
+        num_splits: work items that share a query tile, of which each is a head of `num_heads`.
         max_decode_rows: a request with at most so many rows (queries times `group_size`) has no
             work items here; the decode kernel computes it.
     """
@@ -42,6 +45,7 @@ class BatchArgs(NamedTuple):
     num_heads: Any
     group_size: Any
     max_decode_rows: Any
+    num_splits: Any = 1
 
 
 class RequestBounds(NamedTuple):
@@ -77,11 +81,6 @@ class ItemRange(NamedTuple):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _count_items(batch, scanned_reqs, TILE_TOKENS: gl.constexpr):
     """Return the work items of the next 32 requests, from the batch's last request on.  # [32]"""
     lane = gl.arange(0, REQS_PER_SCAN, warp_layout(gl.num_warps()))  # [32]
@@ -113,7 +112,7 @@ def find_request(batch, item, scanned_reqs, scanned_items, TILE_TOKENS: gl.const
         scanned_items += total
         counts = _count_items(batch, scanned_reqs, TILE_TOKENS)
         total = gl.sum(counts, 0)
-    ends = scanned_items + gl.associative_scan(counts, 0, _add)  # [32]
+    ends = scanned_items + gl.associative_scan(counts, 0, add)  # [32]
     is_before = ends <= item  # [32]
     req = batch.num_reqs - 1 - scanned_reqs - gl.sum(is_before.to(gl.int32), 0)
     first_item = gl.max(gl.where(is_before, ends, scanned_items), 0)
