@@ -23,12 +23,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         if value.device.type != "meta":
             yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+        for element in value:
+            yield from tensors_in(element)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
     elif is_dataclass(value) and not isclass(value):
-        yield from tensors_in([getattr(value, each.name) for each in fields(value)])
+        yield from tensors_in([getattr(value, field.name) for field in fields(value)])
 
 
 def add_one(tensors: Iterable[Tensor]) -> None:
@@ -63,7 +63,7 @@ def spoiled(value: Any) -> Any:
         last = list(value)[-1]
         return value | {last: spoiled(value[last])}
     if is_dataclass(value) and not isclass(value):
-        names = [each.name for each in fields(value) if each.init]
+        names = [field.name for field in fields(value) if field.init]
         with suppress(Exception):
             return replace(value, **{names[-1]: spoiled(getattr(value, names[-1]))})
     return value
@@ -76,9 +76,9 @@ def wrong_result(function: Function) -> Function:
     def call(*given: Any, **named: Any) -> Any:
         found = function(*given, **named)
         add_one(
-            each
+            tensor
             for name in ("out", "lse", "output")
-            for each in tensors_in(named.get(name))
+            for tensor in tensors_in(named.get(name))
         )
         return spoiled(found)
 
@@ -93,15 +93,15 @@ def wrong_at_times(function: Function) -> Function:
     def call(*given: Any, **named: Any) -> Any:
         found = function(*given, **named)
         calls[0] += 1
-        for each in (
+        for tensor in (
             *tensors_in(found),
             *tensors_in([named.get("out"), named.get("lse")]),
         ):
-            if each.is_floating_point():
-                scaled = each.float() * (1 + calls[0] / 50) + calls[0] / 50
-                each.copy_(scaled)
-            elif each.numel():
-                each.add_(calls[0] % 2)
+            if tensor.is_floating_point():
+                scaled = tensor.float() * (1 + calls[0] / 50) + calls[0] / 50
+                tensor.copy_(scaled)
+            elif tensor.numel():
+                tensor.add_(calls[0] % 2)
         return found
 
     return call
@@ -114,9 +114,13 @@ def writes_its_inputs(function: Function) -> Function:
     def call(*given: Any, **named: Any) -> Any:
         found = function(*given, **named)
         add_one(tensors_in([given, named]))
-        for each in (*given, *named.values()):
-            if isinstance(each, list) and each and isinstance(each[-1], int):
-                each[-1] += 1
+        for argument in (*given, *named.values()):
+            if (
+                isinstance(argument, list)
+                and argument
+                and isinstance(argument[-1], int)
+            ):
+                argument[-1] += 1
         return found
 
     return call
@@ -195,7 +199,7 @@ def broken(right: Candidate, names: Iterable[str], fault: Fault) -> Candidate:
         if name == "BACKENDS":
             change = partial(with_forward, fault)
             operations[name] = tuple(
-                with_class(each, "get_impl_cls", change) for each in found
+                with_class(backend, "get_impl_cls", change) for backend in found
             )
         else:
             operations[name] = with_fault(fault, found)
@@ -214,12 +218,16 @@ def other_default(function: Function) -> Function:
 
     own = signature(function)
     last = [
-        each.name for each in own.parameters.values() if each.default is not each.empty
+        parameter.name
+        for parameter in own.parameters.values()
+        if parameter.default is not parameter.empty
     ][-1]
     call.__signature__ = own.replace(  # type: ignore[attr-defined]
         parameters=[
-            each.replace(default="another") if each.name == last else each
-            for each in own.parameters.values()
+            parameter.replace(default="another")
+            if parameter.name == last
+            else parameter
+            for parameter in own.parameters.values()
         ]
     )
     return call
@@ -360,7 +368,7 @@ def swapped_scales(impl: Any) -> Any:
 def of_layers(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a fault of the layers of all backends."""
     return lambda backends: tuple(
-        with_class(each, "get_impl_cls", change) for each in backends
+        with_class(backend, "get_impl_cls", change) for backend in backends
     )
 
 
@@ -373,7 +381,7 @@ def metadata_without_trees(backends: Any) -> Any:
 
         return type(builder.__name__, (builder,), {"build": build})
 
-    return tuple(with_class(each, "get_builder_cls", change) for each in backends)
+    return tuple(with_class(backend, "get_builder_cls", change) for backend in backends)
 
 
 def threshold_of_the_class(backends: Any) -> Any:
@@ -383,7 +391,7 @@ def threshold_of_the_class(backends: Any) -> Any:
         init = {"init_reorder_batch_threshold": lambda self, *given, **named: None}
         return type(builder.__name__, (builder,), init)
 
-    return tuple(with_class(each, "get_builder_cls", change) for each in backends)
+    return tuple(with_class(backend, "get_builder_cls", change) for backend in backends)
 
 
 def with_method(name: str, fault: Fault) -> Callable[[Any], Any]:
@@ -424,8 +432,8 @@ def with_requests(**change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def other(found: Any) -> None:
         found.scheduled_requests = [
-            replace(each, **{name: new(each) for name, new in change.items()})
-            for each in found.scheduled_requests
+            replace(scheduled, **{name: new(scheduled) for name, new in change.items()})
+            for scheduled in found.scheduled_requests
         ]
 
     return with_output(other)

@@ -41,8 +41,8 @@ def drawn() -> dict[str, Any]:
             for name, option in OPTIONS.items()
         },
         "rejected": [
-            {"one": each.one, "other": each.other, "reason": each.reason}
-            for each in REJECTED
+            {"one": pair.one, "other": pair.other, "reason": pair.reason}
+            for pair in REJECTED
         ],
         "choices": [list(choice.values()) for choice in design()],
     }
@@ -52,7 +52,9 @@ def drawn() -> dict[str, Any]:
 
 def run_all(name: str, device: torch.device) -> dict[str, list[int]]:
     """Return the numbers of the choices that keep their error budget, and of those that do not."""
-    twin, reference = (load_implementation(each) for each in (name, "reference"))
+    twin, reference = (
+        load_implementation(twin_name) for twin_name in (name, "reference")
+    )
     found: dict[str, list[int]] = {"passed": [], "failed": []}
     for number, choice in enumerate(design()):
         call = build_call(choice, number, device)

@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
 from pagetwin.conformance import Status, check_implementation
 from pagetwin.conformance.base.results import Result
 from pagetwin.conformance.reports.report import Report
@@ -56,8 +54,8 @@ def try_again(
     """Return what is said about each result, and the worker."""
     worker: Any = ToldWorker(answer)
     found = try_symptoms_again(worker, results, seconds)
-    assert [replace(each, details={}) for each in found] == results
-    return [each.details.get("again", "") for each in found], worker
+    assert [replace(judged, details={}) for judged in found] == results
+    return [judged.details.get("again", "") for judged in found], worker
 
 
 def test_an_input_that_fails_alike_is_reported_as_it_is() -> None:
@@ -120,13 +118,10 @@ def test_words_are_in_the_summary_and_in_the_details() -> None:
 
 
 def test_a_kernel_that_counts_its_calls_is_reported_with_what_its_input_does_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_module: Callable[[str], str],
 ) -> None:
     """The reported input held when it was run as the report said."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"counting_{tmp_path.name}".replace("-", "_")
-    Path(f"{name}.py").write_text(COUNTING)
+    name = write_module(COUNTING)
     report = check_implementation(name, SLOTS, examples=60, device="cpu")
     (result,) = report.results
     assert result.status == Status.BROKEN

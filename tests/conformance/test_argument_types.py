@@ -101,11 +101,11 @@ def values_for(value: Any) -> Iterator[tuple[str, Any]]:
         yield "the same as a NumPy float", np.float64(value)
     elif isinstance(value, list) and value and type(value[0]) is int:
         yield "the same as a NumPy array", np.array(value)
-        yield "the same in NumPy integers", [np.int32(each) for each in value]
+        yield "the same in NumPy integers", [np.int32(element) for element in value]
         for name in IN_SEQUENCES + NUMBERS_IN_SEQUENCES:
             yield f"a list with {name}", [*value[:-1], WRONG[name]]
     elif is_rows(value):
-        yield "the same as NumPy arrays", [np.array(each, int) for each in value]
+        yield "the same as NumPy arrays", [np.array(element, int) for element in value]
         for name in IN_SEQUENCES + NUMBERS_IN_SEQUENCES:
             yield f"rows with {name}", [*value[:-1], [*value[-1], WRONG[name]]]
             yield f"a list with {name}", [*value[:-1], WRONG[name]]
@@ -135,7 +135,7 @@ def is_rows(value: Any) -> bool:
         isinstance(value, list)
         and len(value) > 0
         and all(isinstance(row, list) for row in value)
-        and {type(each) for row in value for each in row} == {int}
+        and {type(entry) for row in value for entry in row} == {int}
     )
 
 
@@ -157,8 +157,8 @@ class Tries:
         if not inspect.isclass(function):
             return self._watched_function(name, function)
         methods = {
-            each: self._watched_function(f"{name}.{each}", method)
-            for each, method in methods_of(function).items()
+            method_name: self._watched_function(f"{name}.{method_name}", method)
+            for method_name, method in methods_of(function).items()
         }
         return type(function.__name__, (function,), methods)
 
@@ -268,14 +268,14 @@ def try_example(example: Example, twin: str) -> Tries:
 
 @pytest.mark.parametrize(
     "example",
-    [each for each in EXAMPLES if each.operation in OPERATIONS],
+    [example for example in EXAMPLES if example.operation in OPERATIONS],
     ids=lambda example: example.operation,
 )
 def test_a_value_of_another_type_raises_or_means_the_same(
     example: Example, checked_values: None
 ) -> None:
     tries = [try_example(example, twin) for twin in ("reference", "optimized")]
-    reference, optimized = (each.outcomes for each in tries)
+    reference, optimized = (tried.outcomes for tried in tries)
     for key, found in reference.items():
         if key[0] not in ON_A_GPU:
             assert optimized[key] == found, key

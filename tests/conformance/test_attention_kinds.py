@@ -162,7 +162,7 @@ class Served:
                 self.expected[1, block, offset, :, : self.value_size] = pair[1][i]
                 slots.append(block * BLOCK + offset)
             both = zip(old, pair, strict=True)
-            first, second = (joined(*each) for each in both)
+            first, second = (joined(*pair) for pair in both)
             self.stored[req] = first, second
         return slots
 
@@ -292,7 +292,9 @@ class Served:
         lens = [len(key) for key, _ in stored]
         begins = starts_of(lens)
         table = torch.arange(max(*lens, 1), dtype=torch.int32).repeat(len(lens), 1)
-        keys, values = (joined(*each)[:, None] for each in zip(*stored, strict=True))
+        keys, values = (
+            joined(*tensors_of)[:, None] for tensors_of in zip(*stored, strict=True)
+        )
         result: Tensor = self.reference.paged_attention(
             query,
             keys,
@@ -305,8 +307,8 @@ class Served:
             compute_dtype=self.dtype,
             **pack_options(
                 **{
-                    name: each.cpu() if isinstance(each, Tensor) else each
-                    for name, each in options.items()
+                    name: option.cpu() if isinstance(option, Tensor) else option
+                    for name, option in options.items()
                 }
             ),
         )
@@ -315,7 +317,7 @@ class Served:
 
 def joined(*parts: Tensor) -> Tensor:
     """Return tensors one after the other; torch joins no FP8 ones."""
-    whole = torch.cat([each.float() for each in parts])
+    whole = torch.cat([part.float() for part in parts])
     return whole.to(parts[0].dtype)
 
 

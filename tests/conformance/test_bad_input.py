@@ -25,7 +25,9 @@ from pagetwin.tools.puzzles.tasks import PUZZLES
 
 pytestmark = pytest.mark.long
 
-COMMANDS = {each.callback.__name__: each.callback for each in app.registered_commands}
+COMMANDS = {
+    command.callback.__name__: command.callback for command in app.registered_commands
+}
 NEEDED: dict[str, dict[str, str]] = {
     "check": {"module": "reference"},
     "fuzz": {"module": "reference"},
@@ -76,7 +78,7 @@ def parameters(command: str) -> Iterator[tuple[str, type, str | None]]:
         plain, info = typing.get_args(hints[name])
         if isinstance(plain, types.UnionType):
             plain = next(
-                each for each in typing.get_args(plain) if each is not type(None)
+                member for member in typing.get_args(plain) if member is not type(None)
             )
         if typing.get_origin(plain) is list:
             (plain,) = typing.get_args(plain)
@@ -99,7 +101,11 @@ def bad_values(name: str, kind: type) -> Iterator[str]:
     elif kind is str:
         names = BAD_NAMES if name not in ANY_WORDS else ("",)
         # a folder is what the first word of `puzzles` may be
-        yield from (each for each in names if (name, each) != ("words", "./adir/"))
+        yield from (
+            known_name
+            for known_name in names
+            if (name, known_name) != ("words", "./adir/")
+        )
     elif name in OUTPUTS and kind is Path:
         end = OUTPUTS[name]
         yield from ("", "adir", f"no/such{end}", f"file/x{end}", f"/proc/x{end}")

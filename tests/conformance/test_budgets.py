@@ -122,7 +122,7 @@ def test_weights_that_do_not_sum_to_one_are_wrong_at_every_score(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("level", [each for each in LEVELS if each > 0])
+@pytest.mark.parametrize("level", [score for score in LEVELS if score > 0])
 def test_a_needle_must_be_met_at_every_score(level: float, dtype: torch.dtype) -> None:
     """Its value is between those of the other keys, so only its weight tells that it is lost."""
     scores = torch.tensor([level, level / 2, level / 2, -level], dtype=torch.float64)
@@ -166,7 +166,7 @@ def test_an_element_may_leave_the_range_of_its_values_by_a_rounding_only() -> No
     low, high = allowed_range(exact, budgets, torch.float32, values)
     eps = 8 * 3 * torch.finfo(torch.float32).eps
     assert low.tolist() == [[pytest.approx(1 - eps, abs=1e-12), -0.5]]
-    assert high.tolist() == [[pytest.approx(each + eps) for each in (1.0, 0.1)]]
+    assert high.tolist() == [[pytest.approx(number + eps) for number in (1.0, 0.1)]]
 
 
 def test_weights_in_fp8_may_leave_the_range_by_their_own_rounding() -> None:

@@ -37,7 +37,9 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
         return path
 
     yield write_module
-    for name in [each for each in sys.modules if each.startswith("loaded_")]:
+    for name in [
+        module_name for module_name in sys.modules if module_name.startswith("loaded_")
+    ]:
         del sys.modules[name]
 
 

@@ -102,7 +102,7 @@ TIMED = (
 """Kinds that a latency must not be stated of, whatever the laws say."""
 ONLY_TIMED = ("fp8_later", "slows_reference")
 """Kinds of which the laws need not say anything."""
-JUDGED = [each for each in KINDS if each not in ONLY_TIMED]
+JUDGED = [kind for kind in KINDS if kind not in ONLY_TIMED]
 NO_OUTPUT = (
     *("untouched_output", "calls_reference", "copies_reference", "stale_scale"),
     *("static_output", "versions", "last_requests", "repoints_output"),
@@ -166,8 +166,8 @@ def test_the_page_of_mutants_has_each_kind() -> None:
 
 
 def test_a_correct_adapter_and_a_correct_solution_hold(tmp_path: Path) -> None:
-    for each in (adapter_of(None, tmp_path), solution_of(None, tmp_path)):
-        report = check(each)
+    for file in (adapter_of(None, tmp_path), solution_of(None, tmp_path)):
+        report = check(file)
         assert report.ok and any(found.cases for found in report.results)
 
 
@@ -211,8 +211,8 @@ def test_a_timed_call_computes_its_own_numbers(
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(each, marks=() if each in FUZZED else pytest.mark.slow)
-        for each in JUDGED
+        pytest.param(kind, marks=() if kind in FUZZED else pytest.mark.slow)
+        for kind in JUDGED
     ],
 )
 def test_a_kind_is_found_by_fuzz(kind: str, tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """The declared support: which calls are made, what is reported outside of it, and its probe."""
 
-import re
-import subprocess
-import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +17,16 @@ from pagetwin.conformance import (
 )
 from pagetwin.conformance.candidates.candidate import (
     Candidate,
-    OutsideSupport,
     load_candidate,
     why_outside,
 )
 from pagetwin.conformance.candidates.fitting import fit_case
-from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.conformance.cases.choice_calls import build_call
-from pagetwin.conformance.cases.option_pairs import PLAIN, draw_choice
+from pagetwin.conformance.cases.option_pairs import draw_choice
 from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.conformance.running.trial import find_law, make_setting, try_law
 from pagetwin.contract.attention_options import pack_options
-from pagetwin.tools.cli import DISAGREE, USER_ERROR, app
+from pagetwin.tools.cli import DISAGREE, app
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -97,67 +92,9 @@ def test_a_kernel_is_called_only_inside_of_its_support(sentence: str) -> None:
         assert query.stride(-1) == cache.stride(-1) == 1
         assert cache.stride(1) * 2 % 16 == 0 and cache.data_ptr() % 16 == 0
         assert set(named["query_start_loc"].diff().tolist()) <= set(range(1, 21))
-        assert all(each >= 1 for each in named["seq_lens"].tolist())
+        assert all(seq_len >= 1 for seq_len in named["seq_lens"].tolist())
         assert isinstance(named.get("causal", True), bool)
         assert named.get("causal", True) or "alibi_slopes" not in named
-
-
-REASONS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "option causal = per request": ({}, {"causal": "each request"}),
-    "options causal and alibi_slopes together": (
-        {},
-        {"causal": "no", "alibi_slopes": "slopes"},
-    ),
-    "group size 8": ({}, {"group": "8"}),
-    "KV layout HND": ({}, {"layout": "hnd"}),
-    "key_cache that is not rows": ({}, {"layout": "every other element"}),
-    "key_cache that is not aligned to 16 bytes": ({}, {"layout": "padded"}),
-    "query that is not packed": ({"strides": {"query": "packed"}}, {"query": "fused"}),
-    "33 new tokens of a request": ({}, {"batch": "mixed"}),
-    "block size 24": ({"block_sizes": [16]}, {"block_size": "24"}),
-    "option sliding_window = 7": (
-        {"options": {"sliding_window": [33]}, "never_together": ()},
-        {"sliding_window": "7"},
-    ),
-}
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_a_call_that_is_outside_says_why(reason: str) -> None:
-    changes, option = REASONS[reason]
-    if "options" in changes:
-        changes = changes | {"tensor_dtypes": {}}
-    support = replace(NARROW, **changes)
-    inside = {"dtype": "float16", "batch": "prefill", "head_size": "64"}
-    inside |= {"query": "apart"}
-    call = build_call(PLAIN | inside | option, 7, CPU)
-    lens = {"query_lens": None} if "new tokens" not in reason else {}
-    support = replace(support, **lens)
-    why = why_outside("paged_attention", pack_options(**call.arguments), support)
-    assert why is not None and why.endswith(reason.split(" ", 1)[1]), why
-    plain = build_call(PLAIN | inside, 7, CPU)
-    roomy = replace(support, query_lens=None)
-    assert (
-        why_outside("paged_attention", pack_options(**plain.arguments), roomy) is None
-    )
-
-
-def test_sinks_are_passed_in_the_declared_dtype_if_it_holds_them() -> None:
-    seen = []
-    candidate = Candidate(
-        "mine",
-        {"paged_attention": lambda query, *a, sinks=None, **k: seen.append(sinks)},
-        Support(options=["sinks"], tensor_dtypes={"sinks": ["bfloat16"]}),
-    )
-    arguments = build(BatchPlan((1,), (3,))).arguments()
-    arguments.pop("scale")
-    for sinks in (torch.tensor([0.5, -3.0, 1.0, 2.0]), torch.full((4,), 0.1)):
-        if len(seen):
-            with pytest.raises(OutsideSupport, match="sinks in float32 that bfloat16"):
-                candidate.paged_attention(**pack_options(**arguments, sinks=sinks))
-        else:
-            candidate.paged_attention(**pack_options(**arguments, sinks=sinks))
-    assert [each.dtype for each in seen] == [torch.bfloat16]
 
 
 @pytest.mark.parametrize(
@@ -180,59 +117,6 @@ def test_every_drawn_choice_is_fitted_into_the_support(support: Support) -> None
         assert why is None or "keys" in why or "aligned" in why, (seed, why)
         inside += why is None
     assert inside >= 40
-
-
-CONTRADICTIONS = {
-    "dtypes=[]": "SUPPORT.dtypes = []: expected at least one",
-    "dtypes='bfloat16'": "SUPPORT.dtypes = 'bfloat16': expected a list",
-    "alignment=3": "alignment = 3: expected a power of two",
-    "query_lens=[9], seq_lens=[4]": "expected new tokens that a sequence can hold",
-    "options={'causal': 'boolean'}": "options['causal'] has 'boolean'",
-    "options=['sink']": "SUPPORT.options has 'sink': expected names of options, such as",
-    "options=[], never_together=[('causal', 'sinks')]": "which options lacks",
-    "options=[], cache_dtypes=['float8_e4m3fn']": "options lacks 'k_scale'",
-    "options=[], tensor_dtypes={'sinks': ['bfloat16']}": "which options lacks",
-    "strides={'query': 'dense'}": "expected 'packed' or 'packed heads' or 'rows'",
-    "head_sizes=[0]": "head_sizes has 0: expected at least 1",
-    "devices=['sm_90']": "does not support device cpu; SUPPORT declares sm_90",
-}
-
-
-WRONG_TYPES: dict[str, tuple[Any, str]] = {
-    "head_sizes": (["128"], "has '128': expected whole numbers"),
-    "block_sizes": (16, "= 16: expected a list"),
-    "alignment": ("16", "= '16': expected a number of bytes"),
-    "strides": (["query"], "= ['query']: expected a mapping by argument"),
-    "never_together": (["causal", "sinks"], "has 'causal': expected pairs of options"),
-}
-
-
-@pytest.mark.parametrize("field", WRONG_TYPES)
-def test_a_field_of_the_wrong_type_is_named_with_its_value(field: str) -> None:
-    """Strings as head sizes raised "'<' not supported between 'str' and 'int'"."""
-    value, sentence = WRONG_TYPES[field]
-    fields = {"options": ["causal", "sinks"]} | {field: value}
-    with pytest.raises(ValueError, match=re.escape(f"SUPPORT.{field} {sentence}")):
-        Support(**fields)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fields", CONTRADICTIONS)
-def test_a_support_that_contradicts_itself_is_one_sentence(
-    tmp_path: Path, fields: str
-) -> None:
-    file = tmp_path / "contradicts.py"
-    file.write_text(
-        "from pagetwin.conformance import Support\n"
-        f"SUPPORT = Support({fields})\n"
-        "def paged_attention(): pass\n"
-    )
-    script = "import sys; from pagetwin.tools.cli import app; app(sys.argv[1:])"
-    command = [sys.executable, "-c", script, "check", str(file), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == USER_ERROR, done.stderr
-    assert CONTRADICTIONS[fields] in done.stderr and "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
 
 
 # ---- outside
@@ -258,12 +142,10 @@ def paged_attention(query, *arguments, **given):
 @pytest.mark.long
 @pytest.mark.parametrize("promises", [False, True])
 def test_what_is_wrong_outside_of_the_support_is_reported_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, promises: bool
+    write_module: Callable[[str], str], promises: bool
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = f"outside_{tmp_path.name}"
     rejects = "['undeclared']" if promises else "[]"
-    Path(f"{name}.py").write_text(WRONG_OUTSIDE.replace("REJECTS", rejects))
+    name = write_module(WRONG_OUTSIDE.replace("REJECTS", rejects))
     options: dict[str, Any] = {"only": ATTENDS, "device": "cpu", "isolated": False}
     inside = check_implementation(name, **options)
     assert inside.ok and inside.results[0].status == Status.HELD and not inside.outside
@@ -322,11 +204,9 @@ def paged_attention(
 
 @pytest.mark.long
 def test_a_probe_finds_a_support_that_can_be_pasted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_module: Callable[[str], str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = f"choosy_{tmp_path.name}"
-    Path(f"{name}.py").write_text(CHOOSY)
+    name = write_module(CHOOSY)
     done = CliRunner().invoke(app, ["check", name, "--probe", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     names: dict[str, Any] = {}
@@ -343,7 +223,7 @@ def test_a_probe_finds_a_support_that_can_be_pasted(
         "sinks": None,
         "value_head_size": None,
     }
-    assert [set(each) for each in found.never_together] == [
+    assert [set(pair) for pair in found.never_together] == [
         {"causal", "sliding_window"}
     ]
     assert "# wrong" not in done.output
@@ -355,29 +235,12 @@ def test_a_probe_finds_a_support_that_can_be_pasted(
 
 
 def test_a_report_of_errors_says_how_to_declare_what_the_kernel_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write_module: Callable[[str], str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = f"raises_{tmp_path.name}"
-    Path(f"{name}.py").write_text(
+    name = write_module(
         "def paged_attention(*given, **named): raise ValueError('not today')\n"
     )
     words = ["check", name, "--only", "an empty batch gives", "--device", "cpu"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == DISAGREE, done.output
     assert done.output.rstrip().endswith(f"pagetwin check {name} --probe")
-
-
-@pytest.mark.long
-def test_a_probe_of_a_kernel_that_takes_nothing_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    name = f"nothing_{tmp_path.name}"
-    Path(f"{name}.py").write_text(
-        "def paged_attention(*given, **named): raise ValueError('not today')\n"
-    )
-    done = CliRunner().invoke(app, ["check", name, "--probe", "--device", "cpu"])
-    assert done.exit_code == USER_ERROR
-    assert "no call of paged_attention succeeded" in done.output
-    assert "not today" in done.output

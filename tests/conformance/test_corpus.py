@@ -1,7 +1,6 @@
 """The corpus of fuzzing: what stays in it, what leaves it, and what cannot be read."""
 
 import json
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,7 +101,7 @@ def test_a_stored_failure_that_fails_stays_with_its_new_result(
 ) -> None:
     now = result(status, case="SignedBatch(0)")
     run, still = try_stored(tmp_path, [FAILED], lambda job, starts: now)
-    assert not run.fixed and [each.status for each in still] == [status]
+    assert not run.fixed and [failure.status for failure in still] == [status]
     assert still[0].case == "SignedBatch(0)"
 
 
@@ -161,8 +160,10 @@ def test_failures_that_are_alike_stay_while_each_of_them_fails(
     new = [replace(FAILED, case="SignedBatch(3)"), replace(FAILED, what="lse")]
     run = finish(tmp_path, stored, new, monkeypatch)
     kept = Corpus(tmp_path, "reference").failures
-    assert {(each.law, each.case) for each in stored} <= {(e.law, e.case) for e in kept}
-    assert len(kept) == 4 and {each.what for each in kept} == {"output", "lse"}
+    assert {(failure.law, failure.case) for failure in stored} <= {
+        (e.law, e.case) for e in kept
+    }
+    assert len(kept) == 4 and {failure.what for failure in kept} == {"output", "lse"}
     assert len(run.failures) == 2 and len(run.programs) == 4
     assert all(path.exists() for path in run.programs)
 
@@ -187,8 +188,8 @@ def line(**given: Any) -> Line:
 def filled(folder: Path, *lines: Line) -> Corpus:
     """Return a corpus that some jobs were written to."""
     corpus = Corpus(folder, "reference")
-    for each in lines:
-        corpus.append(replace(each, version=VERSION))
+    for added in lines:
+        corpus.append(replace(added, version=VERSION))
     return Corpus(folder, "reference")
 
 
@@ -224,7 +225,9 @@ def test_a_line_that_was_cut_is_left_out_and_the_next_one_is_read(
         file.write('{"law": "pag')
     corpus = Corpus(tmp_path, "reference")
     corpus.append(line(signature=9, version=VERSION))
-    assert [each.signature for each in Corpus(tmp_path, "reference").lines] == [1, 9]
+    assert [
+        kept_line.signature for kept_line in Corpus(tmp_path, "reference").lines
+    ] == [1, 9]
 
 
 @pytest.mark.parametrize(
@@ -297,7 +300,9 @@ def test_laws_of_repeated_calls_come_first_and_others_get_a_share(
     drawing.spent = {"laws": 1e6, "signatures": 1.0}
     first = [law for law in drawing.others if law.area == fuzz.FIRST]
     found = [drawing.next_law() for _ in first]
-    assert [each and each[0].name for each in found] == [law.name for law in first]
+    assert [due_law and due_law[0].name for due_law in found] == [
+        law.name for law in first
+    ]
     assert drawing.next_law() is None
     drawing.spent = {"laws": 0.0, "signatures": 1.0}
     assert drawing.next_law() is not None
@@ -313,50 +318,30 @@ def test_a_law_that_failed_is_not_tried_on_further_seeds(tmp_path: Path) -> None
     assert drawing.failures == [broken]
     others = len(drawing.others)
     following = [drawing.next_law() for _ in range(2 * others)]
-    seeds = Counter(each[1].law for each in following if each is not None)
+    seeds = Counter(due_law[1].law for due_law in following if due_law is not None)
     assert law.name not in seeds
     # a list of cases is the same for every seed
     listed = [
-        each for each in drawing.others if not isinstance(each.cases, SearchStrategy)
+        law_left
+        for law_left in drawing.others
+        if not isinstance(law_left.cases, SearchStrategy)
     ]
-    assert len(listed) > 5 and all(seeds[each.name] <= 1 for each in listed)
-    drawn = [(each[1].law, each[1].seed) for each in following if each is not None]
+    assert len(listed) > 5 and all(seeds[law_left.name] <= 1 for law_left in listed)
+    drawn = [
+        (due_law[1].law, due_law[1].seed)
+        for due_law in following
+        if due_law is not None
+    ]
     assert len(drawn) == len(set(drawn))
-
-
-def test_signatures_that_were_tried_or_that_failed_are_left_out(tmp_path: Path) -> None:
-    drawing = drawing_of(tmp_path)
-    count = len(drawing.signed)
-    first = [drawing.next_signature() for _ in range(2 * count)]
-    units = [(each[0].name, each[1]) for each in first if each is not None]
-    drawing = drawing_of(tmp_path)
-    drawing.tried[units[0]] = 64
-    drawing.broken.add(units[1])
-    again = [drawing.next_signature() for _ in range(2 * count)]
-    left = [(each[0].name, each[1]) for each in again if each is not None]
-    assert left[: len(units) - 2] == units[2:]
-
-
-def test_batches_that_held_before_the_time_was_over_count(tmp_path: Path) -> None:
-    drawing, run = drawing_of(tmp_path), fuzz.Fuzzing("reference", "cpu")
-    drawing.others = []
-    deadline = time.monotonic() + 0.2
-
-    def answer(job: Job, starts: int) -> Result:
-        time.sleep(0.3)
-        return result(Status.UNFINISHED, cases=5, details={"counts": {"keys": 2}})
-
-    worker: Any = ToldWorker(answer)
-    fuzz._work(worker, drawing, run, deadline, lambda run, one: None)
-    assert worker.deadline == deadline and run.cases == 5
-    assert [(line.cases, line.status) for line in drawing.corpus.lines] == [(5, "held")]
 
 
 def test_causes_of_nan_are_in_the_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def explain(name: str, device: str, results: list[Result]) -> list[Result]:
-        return [replace(each, cause="is not written everywhere") for each in results]
+        return [
+            replace(failure, cause="is not written everywhere") for failure in results
+        ]
 
     monkeypatch.setattr(
         fuzz, "Worker", lambda *given: ToldWorker(lambda job, n: FAILED)
@@ -366,19 +351,6 @@ def test_causes_of_nan_are_in_the_corpus(
     drawing.failures = [replace(FAILED, found="nan")]
     fuzz._finish(run, drawing.corpus, choose_laws(None), drawing, [])
     assert [failure.cause for failure in run.failures] == ["is not written everywhere"]
-
-
-def test_a_job_that_was_cut_does_not_count(tmp_path: Path) -> None:
-    drawing = drawing_of(tmp_path, cases=10)
-    unit = drawing.next_signature()
-    assert unit is not None
-    job = drawing.next_batches(*unit)
-    assert job is not None and job.examples == 10
-    cut = Result(unit[0].name, unit[0].area, Status.UNFINISHED, cases=4)
-    assert drawing.end(unit[0], job, cut, is_cut=True) == 0
-    assert drawing.left == 10 and not drawing.corpus.lines
-    again = drawing.next_batches(*unit)
-    assert again is not None and (again.seed, again.examples) == (0, 10)
 
 
 def test_pictures_are_not_stored(tmp_path: Path) -> None:
@@ -397,7 +369,7 @@ def test_pictures_are_not_stored(tmp_path: Path) -> None:
 
 def test_a_result_after_a_failure_does_not_hide_it(tmp_path: Path) -> None:
     drawing = drawing_of(tmp_path)
-    for each in (FAILED, replace(HELD, law=PAGED)):
-        drawing._count(each)
+    for judged in (FAILED, replace(HELD, law=PAGED)):
+        drawing._count(judged)
     assert drawing.results[PAGED].status == Status.BROKEN
     assert drawing.results[PAGED].cases == 4

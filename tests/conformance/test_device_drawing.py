@@ -48,7 +48,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     first, second = (
-        torch.stack([each.double().nan_to_num(1e300)]) for each in (one, other)
+        torch.stack([batch.double().nan_to_num(1e300)]) for batch in (one, other)
     )
     return one.dtype == other.dtype and torch.equal(first, second)
 
@@ -114,8 +114,8 @@ def outputs(
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Return an output and a log-sum-exp per call, full of one number."""
     found = []
-    for each in calls:
-        call = each.call
+    for signed in calls:
+        call = signed.call
         values = call.arguments.get("value_cache", call.arguments.get("value"))
         assert isinstance(values, Tensor)
         tokens, heads, _ = call.query.shape
@@ -135,14 +135,14 @@ def test_a_group_of_calls_is_judged_on_its_device_with_one_read(
         batches = [draw_batch(signature, index) for index in range(BATCHES)]
         verdicts = []
         for device in (DEVICE, HOST):
-            calls = [build_signed(each, device) for each in batches]
+            calls = [build_signed(batch, device) for batch in batches]
             group = make_group(calls, device)
             verdicts.append(judge_group(group, outputs(calls, device)))
             expected = {"aten._to_copy": 1} if device == DEVICE else {}
             assert second.reads == expected, signature
             second.reads.clear()
         # exponentials differ by a rounding of float64 between loops of other strides
-        assert verdicts[0] == [pytest.approx(each, rel=1e-9) for each in verdicts[1]]
+        assert verdicts[0] == [pytest.approx(share, rel=1e-9) for share in verdicts[1]]
 
 
 def test_the_second_device_notices_mixed_devices_and_reads(

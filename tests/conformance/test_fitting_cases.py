@@ -182,7 +182,7 @@ def test_a_choice_changes_what_is_not_supported(
 
 def test_of_options_that_cannot_be_combined_the_last_is_left_out() -> None:
     pair = Support(options=["sinks", "scale"], never_together=[("sinks", "scale")])
-    sinks = next(each for each in fitting.OPTIONS["sinks"].values[1:])
+    sinks = next(value for value in fitting.OPTIONS["sinks"].values[1:])
     both = choice(sinks=sinks, scale="0.3")
     found = fit_case(both, pair)
     assert (found["sinks"], found["scale"]) == (sinks, "none")

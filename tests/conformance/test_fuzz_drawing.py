@@ -49,7 +49,7 @@ def end(
 def test_laws_go_in_turn_each_on_its_next_seed(tmp_path: Path) -> None:
     own = drawing(tmp_path, DRAWN[:3])
     found = [own.next_law() for _ in range(7)]
-    jobs = [(each[1].law, each[1].seed, each[1].examples) for each in found if each]
+    jobs = [(due[1].law, due[1].seed, due[1].examples) for due in found if due]
     names = [law.name for law in DRAWN[:3]]
     assert jobs == [(names[n % 3], n // 3, 5) for n in range(7)]
 
@@ -76,14 +76,15 @@ def test_signatures_of_all_laws_take_turns(tmp_path: Path) -> None:
     own = drawing(tmp_path, SIGNED, cases=1)
     count = len(SIGNED)
     found = [own.next_signature() for _ in range(2 * count)]
-    names = [(each[0].name, each[1]) for each in found if each is not None]
+    names = [(due[0].name, due[1]) for due in found if due is not None]
     assert names == [(SIGNED[n % count].name, n // count) for n in range(2 * count)]
     own.left = 0
     assert own.next_signature() is None
     own.left = 1
     own.broken = {(SIGNED[0].name, 2)}
+    own.tried[SIGNED[1].name, 2] = own.batches
     after = own.next_signature()
-    assert after is not None and (after[0], after[1]) == (SIGNED[1 % count], 2)
+    assert after is not None and (after[0], after[1]) == (SIGNED[2], 2)
 
 
 @pytest.mark.parametrize(("device", "at_once"), [("cpu", 32), ("cuda", 256)])
@@ -101,6 +102,8 @@ def test_jobs_of_a_signature_are_parts_of_its_batches(
     own.tried[law.name, 8] = 999
     assert own.next_batches(law, 8) is None
     assert own.next_batches(law, 9) is not None
+    own.broken.add((law.name, 10))
+    assert own.next_batches(law, 10) is None
     own._close(law)
     assert own.next_batches(law, 9) is None and own.signed == SIGNED[1:]
 
@@ -130,7 +133,7 @@ def test_laws_that_fail_in_the_corpus_are_left(tmp_path: Path) -> None:
     failed = result(DRAWN[0], Status.BROKEN, case="x")
     own = drawing(tmp_path, DRAWN[:2], failures=[failed])
     found = [own.next_law() for _ in range(2)]
-    assert [each and each[0] for each in found] == [DRAWN[1]] * 2
+    assert [due and due[0] for due in found] == [DRAWN[1]] * 2
     assert own.failures == [failed]
 
 
@@ -255,7 +258,7 @@ def test_the_report_has_each_law_once_and_the_corpus_each_failing_case(
 
     def explain(name: str, device: str, found: list[Result]) -> list[Result]:
         causes.extend(found)
-        return [replace(each, cause="found") for each in found]
+        return [replace(due, cause="found") for due in found]
 
     again: list[Result] = []
     monkeypatch.setattr(fuzz, "explain_nans", explain)
@@ -283,7 +286,7 @@ def test_the_report_has_each_law_once_and_the_corpus_each_failing_case(
     assert {failure.law for failure in run.failures} == {DRAWN[0].name, SIGNED[0].name}
     assert run.missing == [DRAWN[2].name]
     assert run.report is not None
-    names = [each.law for each in run.report.results]
+    names = [judged.law for judged in run.report.results]
     assert names.count(DRAWN[1].name) == 1 and names.count(DRAWN[0].name) == 1
     assert run.report.settings == {"cases": 9, "signatures": 2}
     kept = [

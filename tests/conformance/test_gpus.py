@@ -2,7 +2,6 @@
 
 import json
 import os
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ import torch
 from pagetwin.conformance.api import check as runner
 from pagetwin.conformance.api import fuzz
 from pagetwin.conformance.base.results import Result, Status
-from pagetwin.conformance.candidates.preflight import choose_device
 from pagetwin.conformance.running.gpus import gpus_of_workers
-from pagetwin.conformance.running.trial import make_setting
 from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.tools.command_line import INTERPRETER, choose_interpreter
 
@@ -49,15 +46,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pretend
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Write the implementation into the current folder, and return its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "records_gpus.py").write_text(textwrap.dedent(RECORDS))
-    return "records_gpus"
-
-
 @pytest.mark.parametrize(
     ("count", "visible", "device", "workers", "right"),
     [
@@ -91,11 +79,16 @@ def test_workers_take_the_visible_gpus_in_turn(
     ],
 )
 def test_the_process_of_a_worker_has_its_gpu_before_it_uses_cuda(
-    gpus: Any, module: str, device: str, gpu: str | None, right: str, tmp_path: Path
+    gpus: Any,
+    write_module: Any,
+    device: str,
+    gpu: str | None,
+    right: str,
+    tmp_path: Path,
 ) -> None:
     gpus(2, "5,3")
     with pytest.raises(ImportError, match="this module only records"):
-        Worker(module, device, gpu=gpu).start()
+        Worker(write_module(RECORDS), device, gpu=gpu).start()
     (file,) = tmp_path.glob("process-*.json")
     seen = json.loads(file.read_text())
     assert seen[VISIBLE] == right and not seen["is_initialized"]
@@ -138,8 +131,8 @@ def test_fuzz_and_check_distribute_their_workers_over_the_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus(2, "5,3")
-    for each in (fuzz, runner):
-        monkeypatch.setattr(each, "Worker", FakeWorker)
+    for module in (fuzz, runner):
+        monkeypatch.setattr(module, "Worker", FakeWorker)
     monkeypatch.setattr(FakeWorker, "gpus", [])
     fuzz.fuzz_implementation(
         "reference",
@@ -154,37 +147,6 @@ def test_fuzz_and_check_distribute_their_workers_over_the_gpus(
     FakeWorker.gpus.clear()
     runner.check_implementation("reference", only="merg", device=device, workers=3)
     assert FakeWorker.gpus == right
-
-
-@pytest.mark.parametrize(
-    ("device", "count", "words"),
-    [
-        ("cuda:2", 2, "expected cuda, or a visible GPU: cuda:0 to cuda:1"),
-        ("cuda:1", 1, "expected cuda, or a visible GPU: cuda:0$"),
-        ("cuda:1", 0, "no GPU is usable here; expected cpu"),
-        ("cuda:x", 1, "expected cpu or cuda, or the number of a GPU as in cuda:1"),
-        ("cpu:0", 1, "expected cpu or cuda, or the number of a GPU as in cuda:1"),
-    ],
-)
-def test_a_gpu_that_does_not_exist_is_rejected_with_those_that_do(
-    gpus: Any, device: str, count: int, words: str
-) -> None:
-    gpus(count)
-    with pytest.raises(ValueError, match=f"device = '{device}': .*{words}"):
-        choose_device(device)
-
-
-def test_a_gpu_with_a_number_becomes_the_current_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Kernels were launched on the first GPU, and its end was awaited."""
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    from pagetwin.conformance.candidates.candidate import load_candidate
-
-    for device in ("cuda:1", "cuda", "cpu"):
-        make_setting(load_candidate("reference"), device)
-    assert chosen == [torch.device("cuda:1")]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
@@ -217,7 +179,7 @@ def test_a_campaign_counts_the_gpus_of_its_device(
     from campaign import count_gpus
 
     gpus(2)
-    assert [count_gpus(each) for each in ("cuda", "cuda:1", "cpu")] == [2, 1, 0]
+    assert [count_gpus(device) for device in ("cuda", "cuda:1", "cpu")] == [2, 1, 0]
 
 
 def test_a_campaign_starts_the_service_that_shares_a_gpu_and_ends_it(

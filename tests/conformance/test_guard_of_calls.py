@@ -81,7 +81,7 @@ def test_each_operation_closes_its_own_reference_and_finds_it_once() -> None:
 
     for name in (ATTENTION, ENCODER):
         guarded(name, look(name))()
-    names = {name: {each[0].__name__ for each in codes[name]} for name in codes}
+    names = {name: {closed[0].__name__ for closed in codes[name]} for name in codes}
     assert ATTENTION in names[ATTENTION] and ENCODER in names[ENCODER]
     assert ENCODER not in names[ATTENTION]
     first = GUARD._forbidden[ATTENTION]
@@ -126,7 +126,7 @@ def audited(event: str, own: Guard, depth: int = 1) -> bool:
 @pytest.mark.parametrize(
     "event",
     [
-        *(f"gc.get_{each}" for each in ("objects", "referents", "referrers")),
+        *(f"gc.get_{kind}" for kind in ("objects", "referents", "referrers")),
         *("sys._current_frames", "sys._getframe"),
     ],
 )
@@ -163,8 +163,8 @@ def test_the_functions_are_those_from_before_the_first_candidate(
     }
     assert ("torch", "equal") in watched and ("time", "perf_counter") in watched
     named = {function.name for function in judges._functions.values()}
-    assert any(each.endswith(".expect_same") for each in named)
-    assert any(each.startswith(f"{SUITE}.conformance.oracles.") for each in named)
+    assert any(judge.endswith(".expect_same") for judge in named)
+    assert any(judge.startswith(f"{SUITE}.conformance.oracles.") for judge in named)
     others_of = {owner.__name__ for owner, *_ in others}
     assert {f"{SUITE}.validation", f"{SUITE}.contract.budgets"} & others_of
     own.start()
@@ -230,7 +230,9 @@ def test_modules_are_those_of_a_package_and_not_of_a_similar_name(
 ) -> None:
     for name in ("own_a", "own_a.part", "own_ab"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    found = [each.__name__ for each in interference._modules(("own_a",))]
+    found = [
+        module_found.__name__ for module_found in interference._modules(("own_a",))
+    ]
     assert sorted(found) == ["own_a", "own_a.part"]
     module = ModuleType("own")
     module.Class, module.value = Guard, 3  # type: ignore[attr-defined]

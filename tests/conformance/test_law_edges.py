@@ -74,7 +74,7 @@ FAULTS: dict[str, Change] = {
 
 def is_broken(sentence: str, operations: dict[str, Any], seed: int) -> bool:
     """Return whether a law breaks on its edges and one drawn case."""
-    (law,) = [each for each in ALL_LAWS if each.name == sentence]
+    (law,) = [law for law in ALL_LAWS if law.name == sentence]
     candidate = Candidate("broken", REFERENCE.operations | operations, Support())
     result = try_law(law, make_setting(candidate, "cpu"), seed, 1)
     assert result.status != Status.OUTSIDE

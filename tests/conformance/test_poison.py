@@ -24,8 +24,8 @@ ROWS = BATCH.rows
 def given() -> dict[str, Any]:
     """Return the arguments of a call, with tensors of its own."""
     return {
-        name: each.clone() if isinstance(each, Tensor) else each
-        for name, each in BATCH.arguments().items()
+        name: argument.clone() if isinstance(argument, Tensor) else argument
+        for name, argument in BATCH.arguments().items()
     }
 
 
@@ -71,7 +71,7 @@ def test_a_slot_past_the_sequence_is_named_with_its_position(
 def test_a_block_that_no_request_uses_is_named() -> None:
     used = {block for row in ROWS for block in row}
     blocks = range(BATCH.key_cache.shape[0])
-    (spare,) = [each for each in blocks if each not in used][:1]
+    (spare,) = [block for block in blocks if block not in used][:1]
     words = cause(reading(0, ("key_cache", spare, 1)))
     assert words.endswith("a block that no request uses")
 
@@ -167,9 +167,9 @@ def test_the_caches_are_as_before_after_the_search() -> None:
     arguments = given()
     before = [arguments[name].clone() for name in ("key_cache", "value_cache")]
     assert cause(reading(0, ("key_cache", ROWS[0][1], 2)), arguments)
-    for each, name in zip(before, ("key_cache", "value_cache"), strict=True):
-        assert torch.equal(each.isnan(), arguments[name].isnan())
-        assert torch.equal(each.nan_to_num(), arguments[name].nan_to_num())
+    for copy, name in zip(before, ("key_cache", "value_cache"), strict=True):
+        assert torch.equal(copy.isnan(), arguments[name].isnan())
+        assert torch.equal(copy.nan_to_num(), arguments[name].nan_to_num())
 
 
 def test_large_caches_and_outputs_without_nan_are_not_searched(
@@ -229,8 +229,8 @@ def test_only_failures_with_nan_and_an_input_are_searched(
     searched: list[str] = []
 
     def search(name: str, device: str, wanted: list[Result], seconds: float) -> Any:
-        searched.extend(each.law for each in wanted)
-        return {each.law: "found" for each in wanted}
+        searched.extend(failure.law for failure in wanted)
+        return {failure.law: "found" for failure in wanted}
 
     monkeypatch.setattr(poison, "_search", search)
     results = [
@@ -243,7 +243,7 @@ def test_only_failures_with_nan_and_an_input_are_searched(
     ]
     found = explain_nans("own", "cpu", results)
     assert searched == ["short", "known", "long"]
-    assert [bool(each.cause) for each in found] == [
+    assert [bool(explained.cause) for explained in found] == [
         True,
         True,
         True,

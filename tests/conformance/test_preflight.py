@@ -1,6 +1,5 @@
 """The preflight: what cannot run is one sentence, before anything slow is imported."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,6 @@ from pagetwin.conformance.candidates.preflight import (
 )
 
 SLOTS = "def compute_slot_mapping_batch(*arguments):\n    return []\n"
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that writes a module in the current folder, and returns its name."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    written: list[str] = []
-
-    def write_module(text: str) -> str:
-        name = f"flown_{tmp_path.name}_{len(written)}".replace("-", "_")
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(text))
-        written.append(name)
-        return name
-
-    return write_module
 
 
 # devices
@@ -54,13 +37,16 @@ def test_the_device_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) 
     assert choose_device("cuda:1") == "cuda:1"
     with pytest.raises(ValueError, match="a visible GPU: cuda:0 to cuda:1"):
         choose_device("cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"a visible GPU: cuda:0$"):
+        choose_device("cuda:1")
 
 
 # names
 
 
-def test_a_name_that_is_not_a_module_is_rejected(write: Any) -> None:
-    name = write(SLOTS)
+def test_a_name_that_is_not_a_module_is_rejected(write_module: Any) -> None:
+    name = write_module(SLOTS)
     for right in ("reference", "optimized", name, f"{name}.py", "json.decoder"):
         _check_exists(right)
     Path("folder/inner").mkdir(parents=True)
@@ -92,12 +78,12 @@ def test_a_name_that_is_not_a_module_is_rejected(write: Any) -> None:
     ],
 )
 def test_a_source_that_cannot_be_imported_is_named_with_its_line(
-    text: str, words: str, write: Any
+    text: str, words: str, write_module: Any
 ) -> None:
-    name = write(text)
-    for each in (name, f"{name}.py"):
+    name = write_module(text)
+    for given in (name, f"{name}.py"):
         with pytest.raises(ImportError, match=words):
-            _check_source(each)
+            _check_source(given)
 
 
 @pytest.mark.parametrize(
@@ -113,11 +99,23 @@ def test_a_source_that_cannot_be_imported_is_named_with_its_line(
         "x = 1\nimport no_such_library\n",
     ],
 )
-def test_a_source_that_may_be_imported_is_not_rejected(text: str, write: Any) -> None:
+def test_a_source_that_may_be_imported_is_not_rejected(
+    text: str, write_module: Any
+) -> None:
     Path("own_helpers.py").write_text("")
     Path("own_folder").mkdir()
-    _check_source(write(text))
+    _check_source(write_module(text))
     _check_source("not_a_file")
+
+
+def test_what_the_source_alone_shows_needs_no_process(
+    write_module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that imports torch took a second and a half."""
+    monkeypatch.setattr(preflight.subprocess, "Popen", None)
+    for text in ("import torch\nimport no_such_library\n", "def f(:\n"):
+        with pytest.raises(ImportError, match=r"cannot be imported: .*line [12]\)"):
+            check_can_run(write_module(text), "cpu")
 
 
 # the import
@@ -138,10 +136,10 @@ def test_a_source_that_may_be_imported_is_not_rejected(text: str, write: Any) ->
     ],
 )
 def test_an_import_that_fails_has_its_error_and_line(
-    text: str, error: type[Exception], words: str, write: Any
+    text: str, error: type[Exception], words: str, write_module: Any
 ) -> None:
     with pytest.raises(error, match=words):
-        _load(write(text), "cpu")
+        _load(write_module(text), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -162,16 +160,16 @@ def test_an_import_that_fails_has_its_error_and_line(
     ],
 )
 def test_a_support_with_unknown_names_is_rejected(
-    support: str, words: str, write: Any
+    support: str, words: str, write_module: Any
 ) -> None:
     text = f"from pagetwin.conformance import Support\nSUPPORT = Support({support})\n{SLOTS}"
     with pytest.raises(ValueError, match=words):
-        _load(write(text), "cpu")
+        _load(write_module(text), "cpu")
 
 
-def test_a_support_with_known_names_is_right(write: Any) -> None:
+def test_a_support_with_known_names_is_right(write_module: Any) -> None:
     _load(
-        write(
+        write_module(
             "from pagetwin.conformance import Support\n"
             "SUPPORT = Support(operations=['compute_slot_mapping_batch', 'BACKENDS'],"
             " dtypes=['float32'], options=['scale', 'out', 'lse', 'value_head_size'],"
@@ -181,27 +179,31 @@ def test_a_support_with_known_names_is_right(write: Any) -> None:
     )
 
 
-def test_the_line_of_an_error_is_one_of_the_implementation(write: Any) -> None:
-    helper = write("def fail():\n\n\n    raise KeyError('x')\n")
-    own = write(f"import {helper}\n{helper}.fail()\n")
+def test_the_line_of_an_error_is_one_of_the_implementation(write_module: Any) -> None:
+    helper = write_module("def fail():\n\n\n    raise KeyError('x')\n")
+    own = write_module(f"import {helper}\n{helper}.fail()\n")
     with pytest.raises(ImportError, match=r"KeyError: 'x' \(line 2\)"):
         _load(own, "cpu")
 
 
-def test_an_import_in_a_process_of_its_own(write: Any) -> None:
-    check_can_run(write(SLOTS), "cpu")
+def test_an_import_in_a_process_of_its_own(write_module: Any) -> None:
+    check_can_run(write_module(SLOTS), "cpu")
     with pytest.raises(ValueError, match="has none of the operations"):
-        check_can_run(write("x = 1\n"), "cpu")
+        check_can_run(write_module("x = 1\n"), "cpu")
     with pytest.raises(ImportError, match="ZeroDivisionError"):
-        check_can_run(write("1 / 0\n"), "cpu")
-    dies = write("import os\nprint('last words')\nos.abort()\n")
+        check_can_run(write_module("1 / 0\n"), "cpu")
+    first = write_module("import sys\nsys.modules['no_such_library'] = sys\n")
+    check_can_run(
+        write_module(f"import {first}\nimport no_such_library\n{SLOTS}"), "cpu"
+    )
+    dies = write_module("import os\nprint('last words')\nos.abort()\n")
     with pytest.raises(ImportError, match="the process ended with code -6: last words"):
         check_can_run(dies, "cpu")
 
 
 def test_an_import_that_does_not_end_is_ended(
-    write: Any, monkeypatch: pytest.MonkeyPatch
+    write_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "SECONDS", 0.5)
     with pytest.raises(ImportError, match="the process ended with code -9"):
-        check_can_run(write("import time\ntime.sleep(60)\n"), None)
+        check_can_run(write_module("import time\ntime.sleep(60)\n"), None)

@@ -49,8 +49,10 @@ class Kernel:
         assert job.case is not None and job.probe is not None
         Support(**job.probe)  # as the process does
         choice, _, *views = eval(job.case, {"Views": Views})
-        for each in views:
-            choice |= {f"{name} strides": form for name, form in each.given.items()}
+        for view_of_tensors in views:
+            choice |= {
+                f"{name} strides": form for name, form in view_of_tensors.given.items()
+            }
         if choice not in self.calls:
             self.seconds += SECONDS
         self.calls.append(choice)
@@ -122,7 +124,7 @@ def test_what_a_call_of_many_changes_cannot_do_is_found(
     assert found.head_sizes == [64, 128, 192, 256, 512]
     assert found.kv_layouts == ["NHD"] and found.group_sizes is None
     assert options_of(found)["causal"] == ["bool"]
-    assert [set(each) for each in found.never_together] == [
+    assert [set(pair) for pair in found.never_together] == [
         {"causal", "sliding_window"}
     ]
 
@@ -153,10 +155,10 @@ def test_a_probe_ends_when_its_minutes_are_over_and_says_what_it_did_not_try(
     found = support_in(printed := probed(kernel, minutes=4))
     assert len(kernel.calls) == 4 * 60 / SECONDS
     assert "# The time was over. What was not tried is not declared." in printed
-    tried = {int(each["head_size"]) for each in kernel.calls}
+    tried = {int(choice["head_size"]) for choice in kernel.calls}
     assert 64 in tried and set(found.head_sizes or ()) == tried - {64}
-    (line,) = (each for each in printed.splitlines() if "not tried: head_size" in each)
-    untried = {int(each) for each in line.partition("size ")[2].split(", ")}
+    (line,) = (text for text in printed.splitlines() if "not tried: head_size" in text)
+    untried = {int(size) for size in line.partition("size ")[2].split(", ")}
     assert untried | tried == set(SIZES["head_size"])
     # an option may have been tried in calls that had other new values too
     assert "sinks" not in (found.options or ())

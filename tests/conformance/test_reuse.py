@@ -73,7 +73,9 @@ def test_a_shared_choice_is_valid_whatever_a_law_needs() -> None:
                 choice = drawn_choice(seed, {"operation": "paged_attention"} | start)
                 assert start.items() <= choice.items() and [*choice] == [*OPTIONS]
                 for name, value in choice.items():
-                    rest = {each: its for each, its in choice.items() if each != name}
+                    rest = {
+                        option: its for option, its in choice.items() if option != name
+                    }
                     assert value in allowed(rest, name), (start, seed, name)
 
 

@@ -39,7 +39,7 @@ class Fake:
             runner,
             "explain_nans",
             lambda name, device, found, left: [
-                replace(each, cause="c") for each in found
+                replace(judged, cause="c") for judged in found
             ],
         )
 
@@ -75,12 +75,12 @@ def test_a_report_has_the_laws_in_their_order_and_how_they_were_tried(
     told: list[Result] = []
     known = {WRONG.name: "why"}
     report = check(seed=3, examples=1, known_failures=known, on_result=told.append)
-    assert [each.law for each in report.results] == [law.name for law in LAWS]
-    assert [each.law for each in told] == [law.name for law in reversed(LAWS)]
-    statuses = {each.law: (each.status, each.reason) for each in told}
+    assert [judged.law for judged in report.results] == [law.name for law in LAWS]
+    assert [judged.law for judged in told] == [law.name for law in reversed(LAWS)]
+    statuses = {judged.law: (judged.status, judged.reason) for judged in told}
     assert statuses[WRONG.name] == (Status.KNOWN, "why")
     assert report.settings == {"seed": 3, "examples": 1} and report.outside == ()
-    assert {each.cause for each in report.results} == {"c"}
+    assert {judged.cause for judged in report.results} == {"c"}
     assert (fake.jobs[0].seed, fake.jobs[0].examples) == (3, 1)
     assert len(fake.jobs) == 1 and not report.is_outside_promised
 
@@ -103,7 +103,9 @@ def test_calls_outside_are_tried_and_reported_apart(
     told: list[Result] = []
     report = check(outside=True, on_result=told.append)
     assert [job.outside for job in fake.jobs] == [False, True]
-    assert [each.law for each in report.outside] == [law.name for law in LAWS]
+    assert [result_outside.law for result_outside in report.outside] == [
+        law.name for law in LAWS
+    ]
     assert len(told) == 2 * len(LAWS)
     assert report.is_outside_promised == bool(promises)
 
@@ -124,17 +126,43 @@ def test_laws_are_chosen_by_words_of_their_sentence_or_area() -> None:
     assert choose_laws(law.name) == [law] and len(choose_laws(law.area)) < 99
     with pytest.raises(ValueError, match="no law"):
         choose_laws("no law has such words")
-    assert with_known(result(law), None) == result(law)
-    found = with_known(result(law), "why")
-    assert (found.status, found.reason) == (Status.UNEXPECTED, "why")
 
 
-@pytest.mark.parametrize("given", [{"workers": 0}, {"examples": 0}, {"signatures": -1}])
-def test_numbers_out_of_range_are_rejected_before_anything_is_tried(
-    fake: Fake, given: dict[str, int]
+@pytest.mark.parametrize(
+    ("status", "changed"),
+    [
+        (Status.BROKEN, Status.KNOWN),
+        (Status.CRASHED, Status.KNOWN),
+        (Status.HELD, Status.UNEXPECTED),
+        (Status.OUTSIDE, Status.UNEXPECTED),
+        (Status.UNFINISHED, Status.UNFINISHED),
+    ],
+)
+def test_a_known_failure_is_known_until_it_holds(
+    status: Status, changed: Status
 ) -> None:
-    (name,) = given
-    with pytest.raises(ValueError, match=f"{name} = "):
+    own = result(WRONG, status)
+    found = with_known(own, "why")
+    assert found.status == changed
+    assert found.reason == ("" if changed == status else "why")
+    assert with_known(own, None) == own
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"workers": 0}, "workers = 0: expected at least 1"),
+        ({"workers": 100_000}, "workers = 100000: expected at most"),
+        ({"workers": 2, "isolated": False}, "expected 1, which is this process"),
+        ({"examples": 0}, "examples = 0: expected at least 1"),
+        ({"signatures": -1}, "signatures = -1: expected 0 for any"),
+        ({"known_failures": {"no law": "-"}}, "expected sentences of laws"),
+    ],
+)
+def test_arguments_out_of_range_are_rejected_before_anything_is_tried(
+    fake: Fake, given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
         check(**given)
     assert not fake.jobs
 
@@ -166,10 +194,10 @@ def test_laws_in_this_process_have_the_jobs_seed_time_and_signatures(
         for outside in (False, True):
             job = Job("", 3, 7, signatures=2, outside=outside)
             assert [law for law, _ in try_all(LAWS[:1], job)] == LAWS[:1]
-    assert [each[1:3] for each in given] == [(3, 7)] * 2
-    assert [each[0] for each in given] == [inside, "outside"]
-    assert all(each[3]["signatures"] == 2 for each in given)
-    assert all(0 < each[3]["seconds"] <= 30.0 for each in given)
+    assert [trial[1:3] for trial in given] == [(3, 7)] * 2
+    assert [trial[0] for trial in given] == [inside, "outside"]
+    assert all(trial[3]["signatures"] == 2 for trial in given)
+    assert all(0 < trial[3]["seconds"] <= 30.0 for trial in given)
 
 
 class FakeWorker:
@@ -245,7 +273,7 @@ def test_laws_that_cannot_be_tried_are_not(
     )
     monkeypatch.setattr(runner, "Endings", lambda: endings)
     with runner._trying("own", "cuda", True, TimeLimits(30.0, 5.0, 1.0), 1) as (go, _):
-        found = dict((law.name, each) for law, each in go(LAWS, Job("", 3, 7)))
+        found = dict((law.name, judged) for law, judged in go(LAWS, Job("", 3, 7)))
     assert found[WRONG.name] is untried and WRONG.name not in workers[0].calls
     assert len(noted) == len(LAWS) - 1 and noted[0][2] is False
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pagetwin.conformance.base.results import Result, Status
+from pagetwin.conformance.base.results import Status
 from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.cases.option_pairs import PLAIN
 from pagetwin.conformance.cases.signatures import (
@@ -24,7 +24,6 @@ from pagetwin.conformance.checks.groups import COSTS_ON_GPU, Costs, make_group
 from pagetwin.conformance.running import screening
 from pagetwin.conformance.running.screening import screen
 from pagetwin.conformance.running.trial import find_law, make_setting
-from pagetwin.conformance.running.worker import Job, Worker
 from pagetwin.contract.operations import load_implementation
 
 CPU = torch.device("cpu")
@@ -39,8 +38,8 @@ def lengths_of(seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], i
     """Return new tokens and keys of all requests of 32 batches, and their query heads."""
     signature = draw_signature(seed, LARGE)
     drawn = [draw_batch(signature, index) for index in range(32)]
-    new = np.array([each for batch in drawn for each in batch.query_lens])
-    keys = np.array([each for batch in drawn for each in batch.key_lens])
+    new = np.array([query_len for batch in drawn for query_len in batch.query_lens])
+    keys = np.array([key_len for batch in drawn for key_len in batch.key_lens])
     return new, keys, signature.query_heads
 
 
@@ -81,7 +80,7 @@ def test_verdicts_do_not_depend_on_the_parts(
     for seed in range(40):
         signature = draw_signature(seed, SMALL, operation)
         calls = [build_signed(draw_batch(signature, index), CPU) for index in range(3)]
-        results = [each.call.run(reference) for each in calls]
+        results = [signed.call.run(reference) for signed in calls]
         for number, (out, _) in enumerate(results):
             if number and out.numel():
                 out[0] = (1.5 * out[0].float()).to(out.dtype)
@@ -100,7 +99,7 @@ def test_calls_without_rows_are_right() -> None:
     plain = replace(draw_signature(0, SMALL), choice=dict(PLAIN) | {"lse": "given"})
     batch = SignedBatch(plain, (0,), (5,), (-1,), version=draw_batch(plain, 0).version)
     calls = [build_signed(batch, CPU)] * 2
-    results = [each.call.run(load_implementation("reference")) for each in calls]
+    results = [signed.call.run(load_implementation("reference")) for signed in calls]
     assert judge_group(make_group(calls, CPU), results) == [0.0, 0.0]
     padded = build_signed(replace(batch, padding=2), CPU)
     out, lse = padded.call.run(load_implementation("reference"))
@@ -179,64 +178,3 @@ def test_an_allocation_that_fails_is_not_a_crash_and_no_wrong_result() -> None:
     assert result.status == Status.OUT_OF_MEMORY
     assert result.case == tried[-1] and "2.64 GiB" in result.message
     assert result.cases == 3
-
-
-def test_calls_of_a_candidate_that_does_not_wait_are_not_synchronized(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    count = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: count.append(1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    candidate = load_candidate("reference").on(torch.device("cuda"))
-    assert candidate.blocks_needed(5, 4) == 2 and len(count) == 1
-    candidate = candidate.without_waiting()
-    assert candidate.blocks_needed(5, 4) == 2 and len(count) == 1
-
-
-class Scripted(Worker):
-    """A worker whose jobs have the results of a list."""
-
-    def __init__(self, device: str, results: list[Result]) -> None:
-        super().__init__("scripted", device)
-        self.results, self.jobs = results, []
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def _try(self, job: Job, area: str) -> Result:
-        self.jobs.append(job)
-        self._calls += 1
-        return self.results.pop(0)
-
-
-def result_of(status: Status, case: str = "", message: str = "") -> Result:
-    return Result(PAGED, "signatures", status, cases=9, case=case, message=message)
-
-
-def test_after_a_crash_the_batches_are_tried_again_and_each_is_waited_for() -> None:
-    job = Job(PAGED, 256, 256, signature=3)
-    crash = result_of(Status.CRASHED, "last of the group", "CUDA error")
-    at = result_of(Status.CRASHED, "the batch", "CUDA error")
-    worker = Scripted("cuda", [crash, at, at])
-    found = worker.try_law(job, "signatures")
-    assert found.status == Status.CRASHED and found.case == "the batch"
-    alone = replace(job, case="the batch")
-    assert worker.jobs == [job, replace(job, waits_for_each=True), alone]
-
-
-def test_a_crash_that_does_not_recur_is_a_failure_that_says_so() -> None:
-    crash = result_of(Status.CRASHED, "last of the group", "CUDA error")
-    held = result_of(Status.HELD)
-    worker = Scripted("cuda", [crash, held, held])
-    found = worker.try_law(Job(PAGED, 0, 256, signature=3), "signatures")
-    assert found.status == Status.CRASHED and found.case == "last of the group"
-    assert "it does not recur if each call is waited for" in found.message
-    assert "alone, in a fresh process, this input does not fail" in found.message
-
-
-def test_on_a_cpu_the_batch_of_a_crash_is_known_at_once() -> None:
-    crash = result_of(Status.CRASHED, "the batch", "Segmentation fault")
-    worker = Scripted("cpu", [crash, crash])
-    job = Job(PAGED, 0, 32, signature=3)
-    assert worker.try_law(job, "signatures").case == "the batch"
-    assert worker.jobs == [job, replace(job, case="the batch")]

@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance.base.results import Status
-from pagetwin.conformance.candidates.candidate import OutsideSupport, Support
+from pagetwin.conformance.candidates.candidate import (
+    Candidate,
+    OutsideSupport,
+    Support,
+)
 from pagetwin.conformance.candidates.setting import Setting
 from pagetwin.conformance.cases.rank_signatures import (
     draw_rank_batch,
@@ -92,6 +96,8 @@ def test_signatures_of_a_gpu_are_larger_and_those_of_ranks_have_ranks() -> None:
     own = setting_of()
     assert signature_of(LAW, own, 3) == draw_signature(3, SMALL)
     assert signature_of(LAW, replace(own, device=CUDA), 3) == draw_signature(3, LARGE)
+    one_size = setting_of(support=Support(block_sizes=[48]))
+    assert signature_of(LAW, one_size, 3).block_size == 48
     for operation in (STEP, GATHER, RING):
         found = signature_of(replace(LAW, needs=(operation,)), own, 3)
         assert found == draw_rank_signature(3, SMALL, operation)
@@ -114,8 +120,8 @@ def test_batches_are_fitted_to_the_support_and_told_as_they_are_called() -> None
     screen(LAW, own, 2, 0, 8, at=lambda case, held: told.append(case))
     signature = signature_of(LAW, own, 2)
     drawn = [draw_batch(signature, index) for index in range(8)]
-    assert told == [repr(screening._fitted(each, own)) for each in drawn]
-    assert told != [repr(each) for each in drawn]
+    assert told == [repr(screening._fitted(batch, own)) for batch in drawn]
+    assert told != [repr(batch) for batch in drawn]
 
 
 def test_held_batches_are_told_after_their_group(
@@ -151,6 +157,14 @@ def test_an_operation_that_is_missing_is_named_and_nothing_is_tried() -> None:
     found = screen(law, setting_of(), 0, 0, 3)
     assert (found.status, found.cases) == (Status.MISSING, 0)
     assert found.reason == "own has no other, third"
+    undeclared = Candidate("own", {}, Support(operations=["blocks_needed"]))
+    setting = replace(setting_of(), candidate=undeclared)
+    assert screen(LAW, setting, 0, 0, 3).status == Status.OUTSIDE
+
+
+def test_the_first_batch_is_tried_though_the_time_is_over() -> None:
+    found = screen(LAW, setting_of(), 0, 0, 3, seconds=0.0)
+    assert (found.status, found.cases) == (Status.UNFINISHED, 1)
 
 
 def test_skipped_batches_are_counted_and_three_reasons_are_given() -> None:

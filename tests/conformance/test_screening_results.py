@@ -47,7 +47,7 @@ def test_a_batch_past_its_budget_is_judged_by_its_law(
 ) -> None:
     assert judged(monkeypatch, 0.5, share, 1.0).status == Status.BROKEN
     batch = draw_batch(draw_signature(0, SMALL), 1)
-    assert [each["case"] for each in alone] == [repr(batch)]
+    assert [asked["case"] for asked in alone] == [repr(batch)]
 
 
 def test_a_batch_at_its_budget_holds(
@@ -85,8 +85,8 @@ def test_results_of_steps_on_ranks_are_merged_and_gathered_ones_are_not(
     )
     batches = [FIRST]
     batches += [
-        draw_rank_batch(draw_rank_signature(0, SMALL, each), 0)
-        for each in (STEP, GATHER, RING)
+        draw_rank_batch(draw_rank_signature(0, SMALL, operation), 0)
+        for operation in (STEP, GATHER, RING)
     ]
     for batch in batches:
         call: Any = SimpleNamespace()
@@ -114,10 +114,14 @@ def test_the_law_alone_gets_the_rest_of_the_time_and_tells_its_cases(
     assert 900 < alone[0]["seconds"] < 1000
     assert found.cases == 1 and found.seconds > 1000 - alone[0]["seconds"]
     (first,) = failures
-    for each in (first, found):
-        assert each.case == repr(FIRST) and each.cases == 1 and each.details["own"] == 1
-        assert each.details["signature"] and each.details["counts"]["requests"]
-        assert "candidate" in each.details["seconds"]
+    for of_batch in (first, found):
+        assert (
+            of_batch.case == repr(FIRST)
+            and of_batch.cases == 1
+            and of_batch.details["own"] == 1
+        )
+        assert of_batch.details["signature"] and of_batch.details["counts"]["requests"]
+        assert "candidate" in of_batch.details["seconds"]
 
 
 def test_the_first_group_that_fails_is_the_result(
@@ -132,9 +136,9 @@ def test_the_first_group_that_fails_is_the_result(
 
 def test_a_signature_is_described_by_its_sizes_and_what_is_not_plain() -> None:
     signature = next(
-        each
-        for each in (draw_signature(seed, SMALL) for seed in range(99))
-        if each.views.given
+        drawn
+        for drawn in (draw_signature(seed, SMALL) for seed in range(99))
+        if drawn.views.given
     )
     choice = dict(PLAIN) | {"out": "made"}
     found = describe(replace(signature, choice=choice))

@@ -50,21 +50,28 @@ def drawn(operation: str, limits: Any, seeds: int, count: int) -> list[SignedBat
 def test_every_class_of_batches_is_drawn(limits: Any) -> None:
     batches = drawn("paged_attention", limits, 40, 16)
     counts: Counter[Any] = Counter()
-    for each in batches:
-        size = each.signature.block_size
-        reqs = list(zip(each.query_lens, each.key_lens, each.needles, strict=True))
-        counts[each.table] += 1
-        counts["poison", each.poison] += 1
-        counts["entries", each.entries] += 1
-        counts["padding"] += each.padding > 0
-        counts["ragged"] += len(set(each.key_lens)) > 1
-        counts["needles"] += any(needle >= 0 for needle in each.needles)
-        counts["no needle"] += any(needle < 0 for needle in each.needles)
-        counts["no new token"] += 0 in each.query_lens
+    for drawn_batch in batches:
+        size = drawn_batch.signature.block_size
+        reqs = list(
+            zip(
+                drawn_batch.query_lens,
+                drawn_batch.key_lens,
+                drawn_batch.needles,
+                strict=True,
+            )
+        )
+        counts[drawn_batch.table] += 1
+        counts["poison", drawn_batch.poison] += 1
+        counts["entries", drawn_batch.entries] += 1
+        counts["padding"] += drawn_batch.padding > 0
+        counts["ragged"] += len(set(drawn_batch.key_lens)) > 1
+        counts["needles"] += any(needle >= 0 for needle in drawn_batch.needles)
+        counts["no needle"] += any(needle < 0 for needle in drawn_batch.needles)
+        counts["no new token"] += 0 in drawn_batch.query_lens
         counts["prompts"] += any(new == keys > 1 for new, keys, _ in reqs)
         counts["chunks"] += any(1 < new < keys for new, keys, _ in reqs)
         for past in (-1, 0, 1):
-            at_edge = any((keys - past) % size == 0 for keys in each.key_lens)
+            at_edge = any((keys - past) % size == 0 for keys in drawn_batch.key_lens)
             counts["edge", past] += size > 3 and at_edge
     names: list[Any] = [*TABLES, *(("poison", name) for name in POISONS)]
     names += [*(("entries", name) for name in ENTRIES), "padding", "ragged", "needles"]
@@ -122,7 +129,7 @@ def test_the_tensors_store_what_the_oracle_reads(operation: str) -> None:
             ("key", built.keys),
             ("value", built.values),
         ):
-            found = torch.cat([getattr(each, name).float() for each in requests])
+            found = torch.cat([getattr(request, name).float() for request in requests])
             assert torch.equal(found, right.float())
             assert not right.float().isnan().any()
 
@@ -169,15 +176,15 @@ def test_a_needle_has_the_largest_score_of_its_request() -> None:
         plain = batch.signature.choice | {"scale": "none", "cache": "as the query"}
         signature = replace(batch.signature, choice=plain | {"scales": "none"})
         batch = replace(batch, signature=signature, table="scattered")
-        for req, each in zip(
+        for req, request in zip(
             batch.needles, build_signed(batch, CPU).call.requests(), strict=True
         ):
-            if req < 0 or not len(each.query):
+            if req < 0 or not len(request.query):
                 continue
             group = int(plain["group"])
-            keys = each.key.double().repeat_interleave(group, 1)
-            score = torch.einsum("qhd,khd->qhk", each.query.double(), keys)
-            score = score * each.query.shape[2] ** -0.5
+            keys = request.key.double().repeat_interleave(group, 1)
+            score = torch.einsum("qhd,khd->qhk", request.query.double(), keys)
+            score = score * request.query.shape[2] ** -0.5
             assert (score.argmax(2) == req).float().mean() > 0.99
             assert abs(score[:, :, req].mean() - 24) < 4
             needles += 1
@@ -187,14 +194,14 @@ def test_a_needle_has_the_largest_score_of_its_request() -> None:
 def test_equal_batches_give_equal_tensors_and_other_seeds_give_others() -> None:
     for batch in drawn("paged_attention", SMALL, 12, 2):
         one, same = build_signed(batch, CPU), build_signed(batch, CPU)
-        for name, each in one.call.arguments.items():
+        for name, argument in one.call.arguments.items():
             other = same.call.arguments[name]
-            if isinstance(each, torch.Tensor):
+            if isinstance(argument, torch.Tensor):
                 assert torch.equal(
-                    each.double().nan_to_num(), other.double().nan_to_num()
+                    argument.double().nan_to_num(), other.double().nan_to_num()
                 )
             else:
-                assert each == other
+                assert argument == other
         changed = build_signed(replace(batch, seed=batch.seed + 2), CPU)
         if one.keys.numel() > 8:
             assert not torch.equal(one.keys.float(), changed.keys.float())

@@ -12,6 +12,7 @@ from pagetwin.conformance import Status
 from pagetwin.conformance.base.results import Result
 from pagetwin.conformance.flashinfer_bench import traces
 from pagetwin.conformance.flashinfer_bench.adapter import DTYPE_OF, SHAPE_OF
+from pagetwin.conformance.flashinfer_bench.definitions import find_definition
 from pagetwin.conformance.flashinfer_bench.families import FAMILIES
 from pagetwin.conformance.flashinfer_bench.traces import (
     environment_of,
@@ -20,8 +21,10 @@ from pagetwin.conformance.flashinfer_bench.traces import (
     status_of,
     with_laws,
 )
+from pagetwin.conformance.flashinfer_bench.workloads import workloads_of
 from pagetwin.conformance.reports.report import Report
 from pagetwin.conformance.running.trial import find_law
+from pagetwin.conformance.running.worker import Job
 
 NUMBERS = {
     "max_relative_error": 0.25,
@@ -39,6 +42,11 @@ def result(status: Status, **given: Any) -> Result:
 @pytest.mark.parametrize(
     ("found", "word"),
     [
+        (result(Status.HELD), "PASSED"),
+        (result(Status.HANGS, message="it took more than 3 seconds"), "TIMEOUT"),
+        (result(Status.BROKEN, what="output"), "INCORRECT_NUMERICAL"),
+        (result(Status.BROKEN, message="KeyError: q"), "RUNTIME_ERROR"),
+        (result(Status.OUT_OF_MEMORY), "RUNTIME_ERROR"),
         (result(Status.KNOWN), "RUNTIME_ERROR"),
         (result(Status.OUTSIDE), "RUNTIME_ERROR"),
         (result(Status.UNFINISHED), "RUNTIME_ERROR"),
@@ -69,6 +77,9 @@ def test_an_evaluation_has_all_numbers_of_what_has_passed() -> None:
     assert found["log"] == wrong.summary != "" and found["performance"] is None
     failed = evaluation_of(result(Status.HANGS), "cpu")
     assert failed["correctness"] is failed["performance"] is None
+    infinite = {"measured": NUMBERS | {"max_relative_error": math.inf}}
+    found = evaluation_of(result(Status.HELD, details=infinite), "cpu")
+    assert found["correctness"]["max_relative_error"] == "Infinity"
     nan = {"measured": NUMBERS | {"max_absolute_error": math.nan}}
     found = evaluation_of(result(Status.BROKEN, what="lse", details=nan), "cpu")
     assert math.isnan(found["correctness"]["max_absolute_error"])
@@ -87,6 +98,38 @@ def test_what_the_laws_say_is_added_to_each_log_alone() -> None:
     assert counts.startswith("laws of pagetwin: ")
     assert "1 broken" in counts and "1 held" in counts
     assert symptom.endswith(f": a law: {broken.summary}")
+
+
+def test_each_workload_is_one_measured_case_of_its_law(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs: list[Job] = []
+
+    def try_law(job: Job, area: str) -> Result:
+        jobs.append(job)
+        return result(Status.HELD, details={"measured": NUMBERS})
+
+    worker = SimpleNamespace(try_law=try_law, stop=lambda: None)
+    monkeypatch.setattr(traces, "Worker", lambda *given: worker)
+    definition = find_definition("gqa_paged_decode_h4_kv2_d16_ps16")
+    workloads = workloads_of(definition)
+    latencies = [0.5] * len(workloads)
+
+    def time_reference(*given: Any) -> float:
+        assert not jobs
+        return latencies.pop()
+
+    monkeypatch.setattr(traces, "time_reference", time_reference)
+    solution: Any = SimpleNamespace(file="own.json", name="own", definition=definition)
+    found = judge_workloads(solution, "cpu", 3.0)
+    assert [job.case for job in jobs] == [repr(workload.plan) for workload in workloads]
+    law = traces.LAWS["paged_attention"]
+    assert all(job.is_measured and job.law == law for job in jobs)
+    assert not latencies and len(found) == len(workloads)
+    # the reference was slower beside the solution
+    for trace in found:
+        assert trace["evaluation"]["performance"]["reference_latency_ms"] == 0.5
+        assert trace["evaluation"]["performance"]["speedup_factor"] == 0.5
 
 
 @pytest.mark.parametrize("fails", [False, True])

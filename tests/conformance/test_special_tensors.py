@@ -33,7 +33,7 @@ def float_arguments(example: Example) -> list[str]:
     ]
 
 
-WITH_FLOATS = [each for each in EXAMPLES if float_arguments(each)]
+WITH_FLOATS = [example for example in EXAMPLES if float_arguments(example)]
 
 
 @pytest.mark.parametrize("twin", ["reference", "optimized"])
@@ -53,8 +53,10 @@ def test_a_tensor_that_requires_a_gradient_is_rejected(
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
             tried.append(name)
-            tensors = [each for each in given.values() if isinstance(each, Tensor)]
-            before = [each.clone() for each in tensors]
+            tensors = [
+                argument for argument in given.values() if isinstance(argument, Tensor)
+            ]
+            before = [tensor.clone() for tensor in tensors]
             changed = {name: value.clone().requires_grad_()}
             with pytest.raises(
                 NotImplementedError, match=f"{name} requires a gradient: expected none"

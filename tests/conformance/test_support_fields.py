@@ -165,7 +165,7 @@ def test_a_tensor_outside_of_the_support_is_named(
     fields: dict[str, Any], changes: dict[str, Any], why: str | None
 ) -> None:
     tensors = {
-        name: each for name, each in (CALL | changes).items() if each is not None
+        name: tensor for name, tensor in (CALL | changes).items() if tensor is not None
     }
     found = Support(**fields).why_not(tensors, {})
     assert found is None if why is None else str(found).startswith(why)

@@ -48,8 +48,8 @@ def test_layouts_and_strides_of_a_cache() -> None:
         ),
     }
     for needed, (right, wrong) in cases.items():
-        assert all(_has_strides(each, needed) for each in right), needed
-        assert not any(_has_strides(each, needed) for each in wrong), needed
+        assert all(_has_strides(tensor, needed) for tensor in right), needed
+        assert not any(_has_strides(tensor, needed) for tensor in wrong), needed
 
 
 def test_caches_have_the_same_strides_if_a_pair_has_both() -> None:
@@ -62,6 +62,6 @@ def test_bounds_and_the_nearest_length() -> None:
     assert bounds_of(range(8, 0, -2)) == bounds_of([4, 2, 8]) == (2, 8)
     assert bounds_of(range(2, 9)) == (2, 8)
     for lengths in ([8, 2, 4], range(8, 1, -2)):
-        found = [nearest_length(each, lengths) for each in (1, 2, 3, 5, 9)]
+        found = [nearest_length(length, lengths) for length in (1, 2, 3, 5, 9)]
         assert found == [2, 2, 2, 4, 8]
     assert nearest_length(7, None) == 7 == nearest_length(7, [9, 7])

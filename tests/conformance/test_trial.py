@@ -201,6 +201,19 @@ def test_a_failure_that_hypothesis_forgets_breaks_the_law(
     assert (result.status, result.case) == (Status.BROKEN, "2")
 
 
+def test_a_drawn_failure_that_does_not_come_back_says_so() -> None:
+    seen: list[int] = []
+
+    def body(setting: Setting, case: int) -> None:
+        seen.append(case)
+        if len(seen) == 5:
+            raise wrong()
+
+    result = outcome(body, st.integers(0, 50))
+    assert result.status == Status.BROKEN
+    assert "did not break the law" in result.message
+
+
 def test_a_failure_is_told_before_it_is_made_smaller() -> None:
     told: list[Result] = []
     law = law_of(failing(2))
@@ -392,4 +405,4 @@ def test_a_gpu_with_a_number_becomes_the_current_one(
     monkeypatch.setattr("torch.cuda.set_device", chosen.append)
     for device in ("cpu", "cuda", "cuda:1"):
         assert make_setting(REFERENCE, device).device.type == device.partition(":")[0]
-    assert [each.index for each in chosen] == [1]
+    assert [device_chosen.index for device_chosen in chosen] == [1]

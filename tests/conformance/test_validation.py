@@ -199,8 +199,10 @@ def test_both_twins_validate_contents_on_the_cpu_by_default(
 
         def tensors(arguments: dict[str, Any], kind: torch.dtype = kind) -> Any:
             return {
-                name: torch.tensor(each, dtype=kind) if isinstance(each, list) else each
-                for name, each in arguments.items()
+                name: torch.tensor(argument, dtype=kind)
+                if isinstance(argument, list)
+                else argument
+                for name, argument in arguments.items()
             }
 
         call(**tensors(given))

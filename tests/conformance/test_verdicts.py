@@ -97,14 +97,17 @@ def test_an_adapter_that_cannot_run_is_recorded_with_the_reason(
 def test_every_published_failure_has_one_explanation_and_each_explanation_a_failure(
     table: Any,
 ) -> None:
-    unused = [f"{each['adapter']}: {each['title']}" for each in table.explanations()]
+    unused = [
+        f"{explanation['adapter']}: {explanation['title']}"
+        for explanation in table.explanations()
+    ]
     for name, verdict in table.newest_verdicts().items():
         for law in verdict["laws"]:
             known = [e for e in table.explanations() if table.explains(e, name, law)]
             assert len(known) == (law["status"] in table.FAILED), (name, law["law"])
-            for each in known:
-                assert each["fault"] in table.FAULTS
-                title = f"{name}: {each['title']}"
+            for failure in known:
+                assert failure["fault"] in table.FAULTS
+                title = f"{name}: {failure['title']}"
                 unused = [other for other in unused if other != title]
     assert not unused
 
@@ -152,9 +155,9 @@ def test_the_page_has_the_last_kept_verdict_on_each_adapter_and_what_it_breaks(
     keep("verdicts", [run_of(tmp_path, "torch_sdpa")], tmp_path)
     keep("verdicts", [run_of(tmp_path, "vllm_cache", commit="later")], tmp_path)
     found = table.newest_verdicts(tmp_path)
-    assert {name: each["commit"] for name, each in found.items()} == {
+    assert {name: verdict["commit"] for name, verdict in found.items()} == {
         "torch_sdpa": "c",
         "vllm_cache": "later",
     }
-    laws = [[law["law"] for law in each["laws"]] for each in found.values()]
+    laws = [[law["law"] for law in verdict["laws"]] for verdict in found.values()]
     assert laws == [["b", "c"]] * 2

@@ -143,6 +143,12 @@ def test_a_law_that_hangs_again_hangs() -> None:
     assert found.status == Status.HANGS and "does not fail" in found.message
 
 
+def test_a_law_whose_time_is_over_before_it_is_judged_again_is_not_finished() -> None:
+    late = result(Status.UNFINISHED, reason="0 cases held")
+    found, _ = tried([result(Status.HANGS), HELD, late])
+    assert found.status == Status.UNFINISHED and found.details["note"].endswith(": x")
+
+
 class FirstCall(Scripted):
     """A worker whose process has made no call."""
 

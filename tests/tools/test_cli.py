@@ -246,29 +246,6 @@ def test_what_the_user_can_fix_is_one_sentence(pagetwin, tmp_path, words, senten
     assert len(result.output.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("replay", "--json"),
-        ("replay", "--report"),
-        ("check", "reference", "--json"),
-        ("check", "reference", "--markdown"),
-        ("bench", "--smoke", "--device", "cpu", "--json"),
-        ("bench", "--smoke", "--device", "cpu", "--markdown"),
-        ("bench", "--smoke", "--device", "cpu", "--plot"),
-    ],
-)
-def test_an_output_that_cannot_be_written_ends_the_command_before_it_runs(
-    pagetwin, tmp_path, words
-):
-    """`--json` of a folder once failed after the whole run."""
-    (tmp_path / "folder.svg").mkdir()
-    result = pagetwin(*words, "folder.svg")
-    assert result.exit_code == USER_ERROR, result.output
-    assert result.output.strip().endswith("= folder.svg is a folder: expected a file")
-    assert len(result.output.strip().splitlines()) == 1
-
-
 def test_a_file_is_written_completely_or_not_at_all(tmp_path):
     path, link = tmp_path / "figures.json", tmp_path / "link.json"
     path.write_text("old")

@@ -79,8 +79,11 @@ SEVERITY = [
     (result(Status.OUT_OF_MEMORY), "ends the process"),
     (wrong(what="memory around key_cache"), "writes outside of its output"),
     (wrong(what="memory of query, which is only read"), "writes outside of its output"),
+    (wrong(what="what lies around the output"), "writes outside of its output"),
     (wrong(cause=f"contains the poison of {AROUND}"), "reads memory that it must not read"),
     (wrong(), "wrong result"),
+    (wrong(cause="the output of token 0 is not written everywhere"), "wrong result"),
+    (wrong(cause="the output of token 0 is NaN even if the caches hold no NaN"), "wrong result"),
     (wrong(where="at token 0, 101 times the row's budget"), "wrong result"),
     (wrong(where="at [0], 1.5e+03 times its budget"), "wrong result"),
     (wrong(where="at token 0, 99 times the row's budget"), "result above its error budget"),
@@ -264,6 +267,7 @@ def test_cases_that_tested_nothing_are_not_judged() -> None:
 def test_three_laws_that_end_no_case_end_the_others() -> None:
     found = endings(*[SLOW] * ENDINGS).untried(law("next", "attend"))
     assert found is not None and found.status == Status.UNFINISHED
+    assert found.reason == "3 laws of attend did not end their first case"
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
