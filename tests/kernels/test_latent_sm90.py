@@ -18,6 +18,7 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.dispatch.dispatch import PIPELINE
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
+from pagetwin.optimized.kernels.sm90.latent import plan as latent_plan
 from pagetwin.optimized.kernels.sm90.latent.combination import ONE_ROW, TWO_ROWS
 from pagetwin.optimized.kernels.sm90.latent.combine import (
     LatentCombineArguments,
@@ -123,7 +124,7 @@ def test_launches_get_plain_numbers(
     """A launcher takes the address of an option that is not a float."""
     given: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Launcher, "__call__", lambda self, *args: given.append(args))
-    monkeypatch.setattr(latent_family, "count_processors", lambda device: 132)
+    monkeypatch.setattr(latent_plan, "count_processors", lambda device: 132)
     call = make_call(case)
     latent_family.plan(call).launch(call)
     assert len(given) == 2

@@ -355,7 +355,7 @@ def test_a_kernel_that_cannot_be_launched_with_such_maps_is_not_launched(
     compiled = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=kinds))
     kernel = SimpleNamespace(
         warmup=lambda *args, **named: compiled,
-        arg_names=packed.prefill_kernel.arg_names,
+        arg_names=PackedPlan.kernel.arg_names,
     )
     made.packed.launcher._kernel = kernel
     monkeypatch.setattr(Launcher, "encode", lambda self, index, descriptor: [index])
