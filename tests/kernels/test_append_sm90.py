@@ -2,8 +2,6 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,20 +20,22 @@ from pagetwin.optimized.kernels.sm90.append import family
 from pagetwin.optimized.kernels.sm90.append.cost import count_partials, segment_length
 from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
 from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
-from pagetwin.optimized.runtime import workspace
 from pagetwin.optimized.runtime.family import Task
 from support.compile_prefill_sm90 import BF16, FP16
 from support.forced_choices import one_launch_for_all
-from support.sm90_calls import NAN, build, needs_hopper, to_call
+from support.sm90_calls import (
+    build,
+    check_captured_batches,
+    launched,
+    needs_hopper,
+    own_counters,
+    planned,
+    to_call,
+)
 from support.twins import Twin
 from torch import Tensor
 
-
-@pytest.fixture(autouse=True)
-def own_workspace() -> Iterator[None]:
-    """Start every test without a workspace, so that a failed test does not affect the next."""
-    workspace.release_workspace()
-    yield
+__all__ = ["own_counters"]
 
 
 # ---- segments
@@ -337,15 +337,7 @@ def run(
     """Launch the kernels into an output and a log-sum-exp full of NaN."""
     out, lse = batch.fresh()
     call = to_call(batch, out, lse if has_lse else None, options)
-    assert family.supports(call)
-    plan = family.plan(call)
-    assert plan.takes(call)
-    # the first launch goes through Triton, the second through `Launcher`
-    for _ in range(2):
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        plan.launch(call)
-    return out, lse
+    return launched(partial(planned(family, call).launch, call), out, lse)
 
 
 WAYS = [
@@ -418,50 +410,6 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
         BatchPlan((13, 0, 64), (129, 40, 3000), head_size=128, dtype=BF16, group=4, seed=1),
         BatchPlan((1, 5, 77), (50, 2200, 1300), head_size=128, dtype=BF16, group=4, seed=2),
     ]  # fmt: skip
-    batches = [build(plan, "cuda") for plan in plans]
-    blocks = max(batch.key_cache.shape[0] for batch in batches)
-    columns = max(batch.block_table.shape[1] for batch in batches)
-    first = batches[0]
-    caches = [
-        torch.full((blocks, *first.key_cache.shape[1:]), NAN, dtype=BF16, device="cuda")
-        for _ in range(2)
-    ]
-    live = replace(
-        first,
-        query=torch.empty_like(first.query),
-        key_cache=caches[0],
-        value_cache=caches[1],
-        block_table=torch.zeros(3, columns, dtype=torch.int32, device="cuda"),
-        query_start_loc=first.query_start_loc.clone(),
-        seq_lens=first.seq_lens.clone(),
-        max_query_len=77,
+    check_captured_batches(
+        plans, lambda call: partial(family.plan(call).launch, call), reference
     )
-    out, lse = first.fresh()
-    call = to_call(live, out, lse, AttentionOptions(causal=True))
-    plan = family.plan(call)
-    live.query.copy_(first.query)
-    live.block_table[:, : first.block_table.shape[1]] = first.block_table
-    plan.launch(call)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.launch(call)
-    for _ in range(2):
-        for batch in batches:
-            live.query.zero_()
-            live.query[: batch.query.shape[0]] = batch.query
-            for cache, content in zip(
-                caches, (batch.key_cache, batch.value_cache), strict=True
-            ):
-                cache[: content.shape[0]] = content
-            live.block_table[:, : batch.block_table.shape[1]] = batch.block_table
-            live.query_start_loc.copy_(batch.query_start_loc)
-            live.seq_lens.copy_(batch.seq_lens)
-            out.fill_(NAN)
-            lse.fill_(NAN)
-            graph.replay()
-            tokens = batch.tokens
-            padded = replace(batch, query=live.query)
-            verdict, exact_lse = judge_attention(padded, out, reference)
-            assert verdict.ok, verdict
-            assert judge_lse(padded, lse, exact_lse) <= 1
-            assert bool((out[tokens:] == 0).all())

@@ -1,6 +1,5 @@
 """Tests of the Hopper kernel over a shared prefix: its work items, splits, and results on a GPU."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,19 +13,13 @@ from pagetwin.optimized.dispatch import cascade
 from pagetwin.optimized.kernels.portable.host import cascade as grids
 from pagetwin.optimized.kernels.sm90.cascade import scheduler
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan, choose_split_len
-from pagetwin.optimized.runtime import workspace
 from sm90_on_host import Int32, run_on_host
 from support.compile_prefill_sm90 import BF16, FP16
 from support.planted_keys import plant, share_prefix
-from support.sm90_calls import NAN, build, needs_hopper
+from support.sm90_calls import NAN, build, needs_hopper, own_counters
 from support.twins import TWINS
 
-
-@pytest.fixture(autouse=True)
-def own_counters() -> Iterator[None]:
-    """Start every test without counters, so that a failed test does not affect the next."""
-    workspace.release_workspace()
-    yield
+__all__ = ["own_counters"]
 
 
 @pytest.mark.parametrize("tokens", [1, 32, 33, 128])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from support.compile_fp8_decode_sm90 import CASES, E4M3, E5M2, EVERY_DAY
 from support.compile_prefill_sm90 import BF16, FP16
 from support.compiler_process import json_lines
 from support.fp8_calls import assert_right, make_batch, make_options
-from support.sm90_calls import NAN, needs_hopper, own_counters
+from support.sm90_calls import NAN, check_captured, launched, needs_hopper, own_counters
 from support.twins import TWINS, Twin
 from torch import Tensor
 
@@ -74,14 +75,19 @@ def run(
     """Compute a batch into an output and a log-sum-exp full of NaN."""
     assert is_chosen(batch, options)
     out, lse = batch.fresh()
-    # the first launch goes through Triton, the second through `Launcher`
-    for _ in range(2):
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        optimized.paged_attention(
-            **batch.arguments(), out=out, lse=lse, options=options
-        )
-    return out, lse
+    return launched(attention_of(batch, optimized, options, out, lse), out, lse)
+
+
+def attention_of(
+    batch: BatchTensors,
+    optimized: Twin,
+    options: AttentionOptions,
+    out: Tensor,
+    lse: Tensor,
+) -> Callable[[], object]:
+    """Return a function that computes a batch."""
+    given = batch.arguments() | {"out": out, "lse": lse, "options": options}
+    return partial(optimized.paged_attention, **given)
 
 
 BATCHES = {
@@ -304,18 +310,9 @@ def test_one_captured_launch_serves_other_lengths(
     batch = make_batch(plan)
     options = make_options(batch)
     out, lse = run(batch, optimized, options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimized.paged_attention(
-            **batch.arguments(), out=out, lse=lse, options=options
-        )
-    for fewer in (0, 37, 200):
-        shorter = [max(length - fewer, 2) for length in lengths]
-        batch.seq_lens.copy_(torch.tensor(shorter, dtype=torch.int32))
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        graph.replay()
-        assert_right(batch, out, lse, reference, options)
+    launch = attention_of(batch, optimized, options, out, lse)
+    check = partial(assert_right, batch, out, lse, reference, options)
+    check_captured(launch, batch, out, lse, check)
 
 
 def takes(batch: BatchTensors, options: AttentionOptions, short_rows: int = 16) -> bool:

@@ -1,6 +1,7 @@
 """Tests of prefills from FP8 caches on Hopper chips: the conversion, results on a GPU."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,13 @@ from pagetwin.optimized.runtime.cost_layer import BatchBounds, Layer
 from support.compile_fp8_decode_sm90 import E4M3, E5M2
 from support.compile_prefill_sm90 import BF16, FP16
 from support.fp8_calls import assert_right, make_batch, make_options, to_call
-from support.sm90_calls import NAN, needs_hopper, own_counters
+from support.sm90_calls import (
+    check_captured,
+    launched,
+    needs_hopper,
+    own_counters,
+    planned,
+)
 from support.twins import TWINS, Twin
 from torch import Tensor
 
@@ -146,15 +153,8 @@ def run(
     """Launch the kernels into an output and a log-sum-exp full of NaN."""
     out, lse = batch.fresh()
     call = to_call(batch, options, out, lse)
-    assert family.supports(call)
-    plan = family.plan(call)
-    assert plan.takes(call)
-    # the first launch goes through Triton, the second through `Launcher`
-    for _ in range(2):
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        plan.launch_prefill(call, short_rows)
-    return out, lse
+    launch = partial(planned(family, call).launch_prefill, call, short_rows)
+    return launched(launch, out, lse)
 
 
 BATCHES = {
@@ -269,15 +269,7 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
     options = make_options(batch)
     out, lse = run(batch, options)
     call = to_call(batch, options, out, lse)
-    launch_plan = family.plan(call)
-    launch_plan.launch_prefill(call, 0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch_plan.launch_prefill(call, 0)
-    for fewer in (0, 37, 200):
-        shorter = [length - fewer for length in plan.kv_lens]
-        batch.seq_lens.copy_(torch.tensor(shorter, dtype=torch.int32))
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        graph.replay()
-        assert_right(batch, out, lse, reference, options)
+    launch = partial(family.plan(call).launch_prefill, call, 0)
+    launch()
+    check = partial(assert_right, batch, out, lse, reference, options)
+    check_captured(launch, batch, out, lse, check)

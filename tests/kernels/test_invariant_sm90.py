@@ -1,7 +1,6 @@
 """Tests of the batch-invariant Hopper kernels: supported calls, results and bits on a GPU."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -27,21 +26,22 @@ from pagetwin.optimized.kernels.sm90.common.traits import (
 )
 from pagetwin.optimized.kernels.sm90.invariant import family
 from pagetwin.optimized.kernels.sm90.invariant import scheduler as invariant_scheduler
-from pagetwin.optimized.runtime import workspace
 from sm90_on_host import Int32, run_on_host
 from support.compile_prefill_sm90 import BF16, FP16
-from support.sm90_calls import NAN, build, needs_hopper, to_call
+from support.sm90_calls import (
+    build,
+    launched,
+    needs_hopper,
+    own_counters,
+    planned,
+    to_call,
+)
 from support.twins import Twin
 from torch import Tensor
 
+__all__ = ["own_counters"]
+
 INVARIANT = AttentionOptions(causal=True, batch_invariant=True)
-
-
-@pytest.fixture(autouse=True)
-def own_counters() -> Iterator[None]:
-    """Start every test without counters, so that a failed test does not affect the next."""
-    workspace.release_workspace()
-    yield
 
 
 def make_options(given: dict[str, Any], heads: int) -> AttentionOptions:
@@ -63,17 +63,10 @@ def run(
     """
     out, lse = batch.fresh()
     call = to_call(batch, out, lse, options)
-    assert family.supports(call)
-    plan = family.plan(call)
-    assert plan.takes(call)
+    plan = planned(family, call)
     if splits is not None:
-        plan.count_splits = lambda *_: splits  # type: ignore[method-assign]
-    # the first launch goes through Triton, the second through `Launcher`
-    for _ in range(2):
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        plan.launch(call)
-    return out, lse
+        plan.count_splits = lambda *_: splits
+    return launched(partial(plan.launch, call), out, lse)
 
 
 def part_of(

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from compile_latent_sm90 import BF16, CASES, FP16, Case, make_call
 from pagetwin.conformance.api.check import load_candidate, make_setting
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.cases.latent_batches import LatentPlan
-from pagetwin.conformance.checks.dense import judge_lse, same_bits
+from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.conformance.laws import latents as laws
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.dispatch.dispatch import PIPELINE
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from pagetwin.optimized.kernels.sm90.latent import plan as latent_plan
@@ -29,8 +29,15 @@ from pagetwin.optimized.kernels.sm90.latent.plan import LatentDecodePlan
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.optimized.runtime.family import Task
 from pagetwin.optimized.runtime.launcher import Launcher
+from support import sm90_calls
 from support.compiler_process import json_lines
-from support.sm90_calls import needs_hopper
+from support.sm90_calls import (
+    assert_rows_right,
+    check_captured,
+    launched,
+    needs_hopper,
+    planned,
+)
 from support.twins import Twin
 from torch import Tensor
 
@@ -213,69 +220,25 @@ def make_batch(plan: BatchPlan) -> BatchTensors:
     return replace(batch, key_cache=cache, value_cache=cache[..., :VALUES])
 
 
-def fresh(batch: BatchTensors) -> tuple[Tensor, Tensor]:
-    """Return an output and a log-sum-exp full of NaN."""
-    tokens, heads, _ = batch.query.shape
-    out = batch.query.new_full((tokens, heads, VALUES), NAN)
-    return out, torch.full((heads, tokens), NAN, device=out.device)
-
-
 def to_call(batch: BatchTensors, out: Tensor, lse: Tensor | None) -> AttentionCall:
-    """Return the call that computes a batch."""
-    return AttentionCall(
-        batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.max_query_len,
-        batch.max_seq_len,
-        WIDTH**-0.5 if batch.plan.scale is None else batch.plan.scale,
-        out,
-        lse,
-        AttentionOptions(causal=True),
-    )
-
-
-def make_plan(call: AttentionCall) -> LatentDecodePlan:
-    """Return the launch plan of a call that the kernel computes."""
-    assert latent_family.supports(call)
-    plan = latent_family.plan(call)
-    assert plan.takes(call)
-    return plan
+    """Return the call that computes a batch, with the batch's own bound on keys."""
+    call = sm90_calls.to_call(batch, out, lse)
+    return call._replace(max_key_len=batch.max_seq_len)
 
 
 def run(batch: BatchTensors) -> tuple[Tensor, Tensor]:
     """Launch the kernel into an output and a log-sum-exp full of NaN."""
-    out, lse = fresh(batch)
+    out, lse = batch.fresh()
     call = to_call(batch, out, lse)
-    plan = make_plan(call)
-    # the first launch goes through Triton, the second through `Launcher`
-    for _ in range(2):
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        plan.launch(call)
-    return out, lse
+    return launched(partial(planned(latent_family, call).launch, call), out, lse)
 
 
 def assert_right(
     batch: BatchTensors, out: Tensor, lse: Tensor, reference: Twin
 ) -> None:
     """Assert that the rows of each token and head are within their error budgets."""
-    given, dtype = batch.arguments(), batch.plan.dtype
-    exact, sizes = (torch.full_like(out, NAN, dtype=torch.float64) for _ in range(2))
-    exact_lse = torch.full_like(lse, NAN, dtype=torch.float64)
-    attend = reference.paged_attention
-    attend(**given, out=exact, lse=exact_lse, compute_dtype=torch.float64)
-    same = attend(**given, compute_dtype=dtype)
-    absolute = given | {"value_cache": batch.value_cache.abs()}
-    attend(**absolute, out=sizes, compute_dtype=torch.float64)
-    out, exact, same, sizes = (x.flatten(0, 1) for x in (out, exact, same, sizes))
-    verdict = judge_rows(out, exact, same, dtype, sizes)
-    assert verdict.ok, verdict
-    share = judge_lse(batch, lse, exact_lse)
-    assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"
+    sizes = batch.value_cache.abs()
+    assert_rows_right(batch, out, lse, reference, AttentionOptions(), sizes)
 
 
 BATCHES = {
@@ -351,9 +314,9 @@ def test_many_launches_in_a_row_give_the_same_bits(heads: int) -> None:
     batch = make_batch(plan)
     expected, expected_lse = run(batch)
     for has_lse in (True, False):
-        out, lse = fresh(batch)
+        out, lse = batch.fresh()
         call = to_call(batch, out, lse if has_lse else None)
-        launch_plan = make_plan(call)
+        launch_plan = planned(latent_family, call)
         for _ in range(20):
             out.fill_(NAN)
             launch_plan.launch(call)
@@ -369,18 +332,10 @@ def test_one_captured_launch_serves_other_lengths(heads: int, reference: Twin) -
     batch = make_batch(plan)
     out, lse = run(batch)  # compiles
     call = to_call(batch, out, lse)
-    launch_plan = make_plan(call)
-    launch_plan.launch(call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch_plan.launch(call)
-    for fewer in (0, 37, 200):
-        shorter = [max(length - fewer, 2) for length in lengths]
-        batch.seq_lens.copy_(torch.tensor(shorter, dtype=torch.int32))
-        out.fill_(NAN)
-        lse.fill_(NAN)
-        graph.replay()
-        assert_right(batch, out, lse, reference)
+    launch = partial(planned(latent_family, call).launch, call)
+    launch()
+    check = partial(assert_right, batch, out, lse, reference)
+    check_captured(launch, batch, out, lse, check)
 
 
 LATENTS = LatentPlan(

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from support.sm90_calls import (
     NAN,
     assert_right,
     build,
+    check_captured_batches,
     make_plan,
     needs_hopper,
     own_counters,
@@ -423,48 +425,11 @@ def test_one_captured_launch_serves_other_lengths(reference: Twin) -> None:
         BatchPlan((93, 0, 200), (129, 40, 300), head_size=128, dtype=BF16, seed=1),
         BatchPlan((50, 50, 193), (50, 200, 300), head_size=128, dtype=BF16, seed=2),
     ]
-    batches = [build(plan, "cuda") for plan in plans]
-    blocks = max(batch.key_cache.shape[0] for batch in batches)
-    columns = max(batch.block_table.shape[1] for batch in batches)
-    first = batches[0]
-    caches = [
-        torch.full((blocks, *first.key_cache.shape[1:]), NAN, dtype=BF16, device="cuda")
-        for _ in range(2)
-    ]
-    table = torch.zeros(3, columns, dtype=torch.int32, device="cuda")
-    live = replace(
-        first,
-        query=torch.empty_like(first.query),
-        key_cache=caches[0],
-        value_cache=caches[1],
-        block_table=table,
-        query_start_loc=first.query_start_loc.clone(),
-        seq_lens=first.seq_lens.clone(),
-        max_query_len=200,
+    check_captured_batches(
+        plans,
+        lambda call: partial(make_plan(call).launch_prefill, call, 0),
+        reference,
     )
-    out, lse = first.fresh()
-    run(live, out=out)  # compiles
-    call = to_call(live, out, lse)
-    plan = make_plan(call)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        plan.launch_prefill(call, 0)
-    for _ in range(2):
-        for batch in batches:
-            live.query.copy_(batch.query)
-            for cache, content in zip(
-                caches, (batch.key_cache, batch.value_cache), strict=True
-            ):
-                cache[: content.shape[0]] = content
-            table[:, : batch.block_table.shape[1]] = batch.block_table
-            live.query_start_loc.copy_(batch.query_start_loc)
-            live.seq_lens.copy_(batch.seq_lens)
-            out.fill_(NAN)
-            lse.fill_(NAN)
-            graph.replay()
-            verdict, exact_lse = judge_attention(batch, out, reference)
-            assert verdict.ok, verdict
-            assert judge_lse(batch, lse, exact_lse) <= 1
 
 
 @needs_hopper

@@ -1,19 +1,17 @@
 """Calls of the FP8 kernels for Hopper on test batches, and the check of their rows."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
-from pagetwin.conformance.checks.dense import judge_lse
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.contract.budgets import judge_rows
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from torch import Tensor
 
+from support import sm90_calls
 from support.compile_fp8_decode_sm90 import E4M3
-from support.sm90_calls import NAN
+from support.sm90_calls import assert_rows_right
 from support.twins import Twin
 
 
@@ -72,38 +70,14 @@ def assert_right(
     options: AttentionOptions,
 ) -> None:
     """Assert that the rows of each token and head are within their error budgets."""
-    given, dtype = batch.arguments(), batch.plan.dtype
-    exact, exact_lse = batch.fresh(torch.float64)
-    sizes = torch.full_like(exact, NAN)
-    attend = partial(reference.paged_attention, options=options)
-    attend(**given, out=exact, lse=exact_lse, compute_dtype=torch.float64)
-    same = attend(**given, compute_dtype=dtype)
     values = batch.value_cache.view(torch.uint8)
-    absolute = given | {"value_cache": (values & 0x7F).view(batch.value_cache.dtype)}
-    attend(**absolute, out=sizes, compute_dtype=torch.float64)
-    out, exact, same, sizes = (x.flatten(0, 1) for x in (out, exact, same, sizes))
-    verdict = judge_rows(out, exact, same, dtype, sizes)
-    assert verdict.ok, verdict
-    share = judge_lse(batch, lse, exact_lse)
-    assert share <= 1, f"log-sum-exp: {share:.2f} of its budget"
+    sizes = (values & 0x7F).view(batch.value_cache.dtype)
+    assert_rows_right(batch, out, lse, reference, options, sizes)
 
 
 def to_call(
     batch: BatchTensors, options: AttentionOptions, out: Tensor, lse: Tensor | None
 ) -> AttentionCall:
-    """Return the call that computes a batch."""
-    scale = batch.plan.scale
-    return AttentionCall(
-        batch.query,
-        batch.key_cache,
-        batch.value_cache,
-        batch.block_table,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.max_query_len,
-        batch.max_seq_len,
-        batch.plan.head_size**-0.5 if scale is None else scale,
-        out,
-        lse,
-        options,
-    )
+    """Return the call that computes a batch, with the batch's own bound on keys."""
+    call = sm90_calls.to_call(batch, out, lse, options)
+    return call._replace(max_key_len=batch.max_seq_len)
