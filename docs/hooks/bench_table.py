@@ -57,7 +57,7 @@ def bench_plot(folder: Path = DATA) -> str:
         f"![{what}](pictures/bench{dark}.svg#only-{page})"
         for dark, page in (("", "light"), ("-dark", "dark"))
     )
-    return f'<div class="plot" tabindex="0" markdown>\n\n{pictures}\n\n</div>'
+    return f'<div class="drawing plot" tabindex="0" markdown>\n\n{pictures}\n\n</div>'
 
 
 KINDS = {

@@ -73,6 +73,8 @@ def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
     """Load a page's own scripts on it, and on no other; the course's links lead to lines."""
     if page.file.src_uri == "course.md":
         html = source_files.with_lines(html)
+    if not page.file.src_uri.startswith("files/"):
+        html = source_files.without_line_ids(html)
     names = PAGE_SCRIPTS.get(page.file.src_uri, ())
     up = "../" * page.url.count("/")
     return html + "".join(f'\n<script src="{up}{name}"></script>' for name in names)

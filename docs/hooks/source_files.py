@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "docs" / "course.md"
 STOP = re.compile(r"^\| (\d+) \| `(.+?)`", re.M)
 LINE = re.compile(r'<a data-line="(\d+)" href="([^"]+)"')
+LINE_ID = re.compile(r'<span id="__line-\d+-\d+">')
 NAME = re.compile(r"(?<![\[\w/])`([\w./]+)`")
 
 
@@ -57,6 +58,11 @@ def linked_course(markdown: str) -> str:
 def with_lines(html: str) -> str:
     """Return the course's HTML with the line of a definition at the end of its link."""
     return LINE.sub(r'<a href="\2#__line-0-\1"', html)
+
+
+def without_line_ids(html: str) -> str:
+    """Return HTML whose lines of code have no ids: on most pages no link leads to a line."""
+    return LINE_ID.sub("<span>", html)
 
 
 def _link(name: str, own: Path | None) -> str:
