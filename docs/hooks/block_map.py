@@ -8,6 +8,7 @@ the beginning of the Mooncake trace with shortened prompts and answers, through 
 import json
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from pagetwin.contract.block_classes import OutOfBlocks
@@ -33,14 +34,19 @@ FORK_STEP, FORK_LENGTH = 6, 8
 Step = dict[str, Any]
 
 
-def block_map_data() -> str:
-    """Return all recordings as a JavaScript file that assigns them to `blockMapData`."""
-    recordings = {
+@cache
+def recordings() -> dict[str, dict[str, Any]]:
+    """Return all recordings, by block size and whether prefix caching is on."""
+    return {
         f"{size}-{int(caching)}": record(size, caching)
         for size in BLOCK_SIZES
         for caching in (True, False)
     }
-    text = json.dumps(recordings, separators=(",", ":"))
+
+
+def block_map_data() -> str:
+    """Return all recordings as a JavaScript file that assigns them to `blockMapData`."""
+    text = json.dumps(recordings(), separators=(",", ":"))
     return f"window.blockMapData = {text};\n"
 
 

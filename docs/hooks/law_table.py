@@ -4,6 +4,7 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from bugs.page import law_id
 from pagetwin.conformance import check_implementation
 from pagetwin.conformance.flashinfer_bench.definitions import Definition
 from pagetwin.conformance.flashinfer_bench.families import FAMILIES
@@ -26,7 +27,8 @@ def law_table() -> str:
             needs = ", ".join(f"`{name}`" for name in law.needs)
             if law.claim is not None:
                 needs += f"; *{law.claim.replace('_', ' ')}*"
-            lines.append(f"| {law.name} | {needs} |")
+            anchor = f'<a id="{law_id(law.name)}"></a>'
+            lines.append(f"| {anchor}{law.name} | {needs} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

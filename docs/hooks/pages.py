@@ -34,6 +34,7 @@ import side_by_side as twins
 import source_files
 import verdict_table
 import version_table
+from bugs.page import bug_index, bug_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -81,7 +82,13 @@ def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
-    """Replace every macro call in a page. An unknown name ends the build."""
+    """Replace every macro call in a page. An unknown name ends the build.
+
+    The pages about bugs have no macros; all of their parts are put together here.
+    """
+    folder, _, name = page.file.src_uri.rpartition("/")
+    if folder == "bugs" and name != "index.md":
+        return bug_page(name.removesuffix(".md"), block_map.recordings())
     if page.file.src_uri == "course.md":
         markdown = source_files.linked_course(markdown)
     if "{{ code(" in markdown or page.file.src_uri == "block_map.md":
@@ -347,6 +354,7 @@ MACROS: dict[str, Callable[..., str]] = {
         operator_table.operator_table,
         block_size_table.block_size_table,
         browser_python.puzzle_editor,
+        bug_index,
         parallel_model.parallel_collectives,
         parallel_model.parallel_decodes,
         parallel_model.parallel_limits,

@@ -2,14 +2,20 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.block_histories import BlockAction, BlockHistory
 from pagetwin.conformance.cases.option_pairs import OPTIONS, PLAIN, allowed
 from pagetwin.conformance.cases.signatures import SMALL, draw_batch, draw_signature
+from pagetwin.conformance.cases.steps import Requests, Runs
 from pagetwin.conformance.cases.views import Views
-from pagetwin.conformance.running.shrinking import shrink, simpler
+from pagetwin.conformance.laws.batch_slices import Cut
+from pagetwin.conformance.running.shrinking import shrink, simpler, stays_valid
+from pagetwin.contract.specs import KVCacheSpec
 
 PLAN = BatchPlan(
     (3, 1, 9), (20, 4, 9), block_size=3, kv_heads=3, group=4, head_size=24,
@@ -88,7 +94,84 @@ def test_parts_of_tuples_and_seeds_become_simpler() -> None:
     case = (PLAN, 17, "word")
     plan, seed, word = smallest(case, lambda case: len(case[0].kv_lens) > 0)
     assert (len(plan.kv_lens), seed, word) == (1, 0, "word")
-    assert list(simpler((1, 2))) == []
+
+
+HISTORY = BlockHistory(
+    (BlockAction("start", 0, 9, 5, 2), BlockAction("fork", 3), BlockAction("free", 2)),
+    block_size=4,
+    seed=7,
+)
+
+
+def test_a_history_keeps_only_the_actions_it_fails_with() -> None:
+    other = replace(HISTORY, actions=HISTORY.actions * 3)
+    found = smallest(
+        [other, HISTORY, other],
+        lambda cases: any("free" in repr(case) for case in cases),
+    )
+    assert found == [BlockHistory((BlockAction("free"),))]
+
+
+def test_fields_of_a_history_become_their_default_or_smaller() -> None:
+    found = smallest(
+        HISTORY,
+        lambda case: case.seed is not None and any(a.count > 3 for a in case.actions),
+    )
+    assert found.block_size == 2 and found.seed == 0 and found.num_blocks == 8
+    assert found.actions == (BlockAction("start", count=4),)
+
+
+def test_tuples_of_equal_length_become_shorter_together() -> None:
+    requests = Requests(new=Runs((1, 300), (9, 1)), computed=(0,) * 300 + (4,))
+    found = smallest(
+        requests,
+        lambda case: any(
+            n > 3 < c for n, c in zip(case.new, case.computed, strict=True)
+        ),
+    )
+    assert found == Requests(new=(4,), computed=(4,))
+    assert repr(found.new) == "Runs((4, 1))" and repr(found.computed) == "(4,)"
+
+
+def test_a_record_that_rejects_a_number_keeps_the_smallest_one_that_it_accepts() -> (
+    None
+):
+    """A block size of 0 ended the search with the error of the record."""
+    spec = KVCacheSpec(24, num_kv_heads=5, head_size=64, dtype=torch.float16)
+    found = smallest(spec, lambda spec: spec.block_size > 0)
+    assert (found.block_size, found.num_kv_heads, found.head_size) == (1, 1, 1)
+
+
+def test_cuts_stay_at_their_tokens_when_a_step_loses_requests_and_tokens() -> None:
+    cut = Cut(
+        Requests(new=(1,) * 300 + (9, 2), computed=(3,) * 302),
+        (0, 200, 304, 311),
+        padding=4,
+        idle="before",
+    )
+    for simple in cut.simpler():
+        assert simple.cuts[0] == 0 and simple.cuts[-1] == sum(simple.step.new)
+        assert simple.slices()
+    found = smallest(cut, lambda cut: not cut.is_clean)
+    assert found == Cut(Requests(new=(2,), computed=(0,)), (0, 1, 2), flag=True)
+
+
+def test_only_cases_whose_numbers_belong_together_may_become_invalid() -> None:
+    signed = draw_batch(draw_signature(3, SMALL, "paged_attention"), 0)
+    for case in (PLAN, (PLAN, 1), dict(PLAIN), Views(), signed):
+        assert stays_valid(case)
+    for case in (HISTORY, [HISTORY], (HISTORY,), (1, 2), 3):
+        assert not stays_valid(case)
+
+
+def test_numbers_become_smaller_and_keep_their_positions() -> None:
+    assert smallest((40, 3), lambda case: case[0] > 6 and case[1] > 1) == (7, 2)
+    assert [*simpler((1, 2))] == [(0, 2), (1, 0), (1, 1)]
+    assert [*simpler((-1, 2.5, "word", True))] == [
+        (-1, 0.0, "word", True),
+        (-1, 2.5, "word", False),
+    ]
+    assert [*simpler((-1, 0.0, False, "word", None))] == []
 
 
 def test_cases_with_a_method_make_themselves_simpler() -> None:

@@ -278,6 +278,20 @@ def test_a_batch_is_made_smaller_while_it_fails_alike() -> None:
     assert plan_of(result).query_lens == plan_of(result).kv_lens == (5,)
 
 
+def test_a_smaller_case_that_breaks_the_law_for_the_reference_too_is_not_the_reported_one() -> (
+    None
+):
+    """A history without requests was reported, on which the law itself was wrong."""
+
+    def body(setting: Setting, case: Any) -> None:
+        (size, length), is_own = case, setting.candidate.name == "own"
+        if size < 3 or (is_own and length > 4):
+            raise wrong()
+
+    result = outcome(body, cases=[(40, 90)])
+    assert result.case == "(3, 5)"
+
+
 def test_a_smaller_batch_that_fails_otherwise_is_not_the_reported_one() -> None:
     """A batch that broke the law in another way, or raised another error, was reported."""
 

@@ -7,7 +7,9 @@ from the other packages is not copied: an exception or a metadata class must be 
 
 import importlib
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -104,3 +106,23 @@ def graft(twin: str, mutant: Mutant | None, folder: Path) -> str:
         spec.loader.exec_module(module)
         setattr(root, package, module)
     return f"{NAME}.{twin}"
+
+
+@contextmanager
+def grafted(twin: str, mutant: Mutant | None) -> Iterator[ModuleType]:
+    """Import a twin with one file changed, and forget it at the end: another one may follow.
+
+    Args:
+        twin: "reference". Kernels of the optimized twin keep the path of a changed file.
+        mutant: The change. If None, nothing is changed.
+    """
+    finders, writes = list(sys.meta_path), sys.dont_write_bytecode
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield sys.modules[graft(twin, mutant, Path(folder))]
+        finally:
+            sys.meta_path[:] = finders
+            sys.dont_write_bytecode = writes
+            for name in [*sys.modules]:
+                if f"{name}.".startswith(f"{NAME}."):
+                    del sys.modules[name]

@@ -26,6 +26,9 @@ PAGES = (
     "options",
     "puzzles",
     "concepts/paged_attention",
+    "bugs",
+    "bugs/last-block-missing",
+    "bugs/mask-of-minus-ten-thousand",
 )
 # what the theme's own markup breaks, on every page of every site
 THEME_RULES = ("aria-dialog-name", "landmark-unique")

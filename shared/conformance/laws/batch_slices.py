@@ -4,7 +4,7 @@ A micro-batch is the step without all other tokens. The expected value of every 
 here token by token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from random import Random
@@ -88,6 +88,62 @@ class Cut:
                 last, end = reqs, end + self.padding
             found.append(UBatchSlice(slice(first, last), slice(begin, end)))
         return found
+
+    def simpler(self) -> Iterator["Cut"]:
+        """Yield cuts of a step with fewer requests, tokens or cuts; the others stay at theirs."""
+        new, computed = self.step.new, self.step.computed
+        reqs = len(new)
+        size = reqs // 2
+        while size:
+            for first in range(0, reqs, size):
+                gone = range(first, first + size)
+                yield self._with({req: None for req in gone if req < reqs}, {})
+            size //= 2
+        for req in range(reqs):
+            for fewer in sorted({1, new[req] // 2, new[req] - 1}):
+                if 0 <= fewer < new[req]:
+                    yield self._with({req: fewer}, {})
+            for fewer in sorted({0, computed[req] // 2, computed[req] - 1}):
+                if 0 <= fewer < computed[req]:
+                    yield self._with({}, {req: fewer})
+        owners, starts = self.step.owners(), self.step.starts
+        for cut in self.cuts[1:-1]:
+            others = set(self.cuts) - {cut}
+            yield replace(self, cuts=tuple(sorted(others)))
+            if cut > (second := starts[owners[cut]] + 1):  # the request's second token
+                yield replace(self, cuts=tuple(sorted(others | {second})))
+        plain = Cut(self.step, self.cuts, flag=True)
+        for name in ("padding", "idle", "flag"):
+            if getattr(self, name) != getattr(plain, name):
+                yield replace(self, **{name: getattr(plain, name)})
+
+    def _with(self, new: dict[int, int | None], computed: dict[int, int]) -> "Cut":
+        """Return the cuts of a step in which some requests have fewer tokens.
+
+        Args:
+            new: New tokens by request; None removes it.
+            computed: Tokens in the cache by request.
+        """
+        step, starts = self.step, self.step.starts
+        kept = [new.get(req, count) for req, count in enumerate(step.new)]
+        moved = {
+            sum(
+                min(max(0, cut - start), count)
+                for start, count in zip(starts[:-1], kept, strict=True)
+                if count is not None
+            )
+            for cut in self.cuts
+        }
+        reqs = [req for req, count in enumerate(kept) if count is not None]
+        return replace(
+            self,
+            step=replace(
+                step,
+                new=tuple(count for count in kept if count is not None),
+                computed=tuple(computed.get(req, step.computed[req]) for req in reqs),
+            ),
+            cuts=tuple(sorted(moved)),
+        )
 
     def _is_idle(self, req: int) -> bool:
         return 0 <= req < len(self.step.new) and not self.step.new[req]

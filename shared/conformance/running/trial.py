@@ -15,7 +15,7 @@ from hypothesis.strategies import SearchStrategy
 
 from ...contract.operations import load_implementation
 from ..base.results import Result, Status, unfinished, without_numbers
-from ..candidates.candidate import Candidate, OutsideSupport
+from ..candidates.candidate import Candidate, OutsideSupport, load_candidate
 from ..candidates.fatal import Fatal, fatal_status, message_of
 from ..candidates.fitting import fit_case
 from ..candidates.guard.interference import GUARD, own_endings
@@ -26,7 +26,7 @@ from ..checks.pictures import picture_of
 from ..laws.all_laws import ALL_LAWS
 from ..laws.law import Law
 from .again import with_words, words_of
-from .shrinking import shrink
+from .shrinking import shrink, stays_valid
 
 SECONDS_TO_SHRINK = 60.0
 """Time limit of the search for a smaller failing input."""
@@ -350,7 +350,7 @@ def _smaller(
             is_like = _kind_of(error) == kind
             if candidate.goes_outside:
                 is_like &= candidate.calls_outside > calls_outside
-            return is_like
+            return is_like and (stays_valid(case) or _is_valid(law, setting, case))
         return False
 
     try:
@@ -365,6 +365,16 @@ def _smaller(
             last,
         )  # a smaller case ends the process; this one only breaks the law
     return smallest, errors.get(smallest, last)
+
+
+def _is_valid(law: Law, setting: Setting, case: Any) -> bool:
+    """Return whether the reference satisfies a law on a case that may be invalid."""
+    reference = load_candidate("reference").on(setting.device)
+    try:
+        run_law(law, replace(setting, candidate=reference), case)
+    except Exception:
+        return False
+    return True
 
 
 def _kind_of(error: Exception) -> tuple[type, str]:
