@@ -90,8 +90,8 @@ def test_the_threads_of_a_page_are_known_and_their_links_well_formed(
 @each_bug
 def test_a_page_is_in_the_navigation_under_its_kind(bug: ShownBug) -> None:
     navigation = (ROOT / "mkdocs.yml").read_text()
-    section = navigation.split(f"      - {bug.kind.capitalize()}:\n")[1]
-    assert f"bugs/{bug.slug}.md\n" in re.split(r"^(?! {10})", section, flags=re.M)[0]
+    section = navigation.split(f"\n  - {bug.kind.capitalize()}:\n")[1]
+    assert f"bugs/{bug.slug}.md\n" in re.split(r"^(?! {6})", section, flags=re.M)[0]
 
 
 @each_bug

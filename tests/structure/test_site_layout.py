@@ -26,6 +26,8 @@ def lists(entries: list[Any], name: str) -> Iterator[tuple[str, int]]:
     """Yield the name of each list of the navigation, and how many entries it has."""
     yield name, len(entries)
     for entry in entries:
+        if isinstance(entry, str):
+            continue
         for title, inner in entry.items():
             if isinstance(inner, list):
                 yield from lists(inner, title)

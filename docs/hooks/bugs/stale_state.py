@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from pagetwin.contract.sequence_classes import SequenceAttentionMetadata
+from pagetwin.contract.v0.sequence_classes import SequenceAttentionMetadata
 
 from .figure import Strip, strip
 
