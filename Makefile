@@ -4,8 +4,6 @@ TEST_WORKERS ?= 2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
-COMPILED := $(shell grep -rl "^@pytest.mark.compile" tests --include="test_*.py")
-LONG := $(shell grep -rl "mark.long" tests --include="test_*.py")
 TWINS := -m pagetwin $(addprefix -p pagetwin.,reference optimized $(filter-out package __pycache__,$(notdir $(patsubst %/,%,$(wildcard shared/*/)))))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -14,8 +12,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # laws on both twins, and the tests of each part that take little time; one thread per worker: torch's own threads are slower at these sizes
 test test-quick test-long compile docs: export OMP_NUM_THREADS := 1
+# bytecode is kept: without it, every worker and each process that a test starts compiles all modules again
+test test-quick test-long compile docs: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not long and not compile and not site"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "not slow and not long and not extended and not compile and not site"
 
 # structure, recorded cases, and one law per area on each twin
 test-quick: $(STAMP)
@@ -23,11 +23,11 @@ test-quick: $(STAMP)
 
 # the suite on itself, kernels that are interpreted role by role, tests that start many processes, a sample of the mutants
 test-long: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "long and not slow" $(LONG)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m "(long or extended) and not slow"
 
 # every kernel for several chips: registers, spills and instructions, without a GPU
 compile: $(STAMP)
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m compile $(COMPILED)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m compile
 
 demo: $(STAMP)
 	$(BIN)/pagetwin replay --report report.html

@@ -15,6 +15,7 @@ os.environ.setdefault("PAGETWIN_GUARD_CALLS", "0")
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,8 +30,17 @@ from support.rank_processes import RankProcesses
 from support.twins import TWINS, Twin
 
 ROOT = Path(__file__).parents[1]
-LONG_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.long\b", re.MULTILINE)
-"""The text of a file all of whose tests are long."""
+MARK_OF_FILE = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.(\w+)", re.MULTILINE)
+"""The text of a file whose tests all have a marker."""
+MARKS_OF_FILES = {
+    "quick ": re.compile(r"mark\.quick\b"),
+    "(long or extended)": re.compile(r"mark\.(long|extended|sample)\b"),
+    "compile": re.compile(
+        r"^(@|pytestmark = (\[\s*)?)pytest\.mark\.compile\b", re.MULTILINE
+    ),
+}
+"""The text of the files that have tests of `make test-quick`, of `make test-long` and of `make
+compile`, by the beginning of the expression of markers."""
 
 INTERPRETER = "TRITON_INTERPRET"
 CHOSEN_INTERPRETER = os.environ.get(INTERPRETER)
@@ -104,11 +114,37 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py" or collection_path.stem == "conftest":
         return None
     marks = config.option.markexpr
-    if marks.startswith("quick "):
-        return True if "mark.quick" not in collection_path.read_text("utf-8") else None
-    if "not long" in marks and LONG_FILE.search(collection_path.read_text("utf-8")):
-        return True
-    return None
+    for begin, has_tests in MARKS_OF_FILES.items():
+        if marks.startswith(begin):
+            text = collection_path.read_text("utf-8")
+            return None if has_tests.search(text) else True
+    found = MARK_OF_FILE.search(collection_path.read_text("utf-8"))
+    return True if found and f"not {found[1]}" in marks else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of each test with `mark.sample` to `make test-long`.
+
+    `make test` runs as many as the marker says, at equal steps of the list, on each twin. If the
+    marker has `per`, a function of the test's parameters, it runs as many per result.
+    """
+    groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            given = item.callspec.params  # type: ignore[attr-defined]
+            key = (
+                given.get("twin")
+                if "per" not in mark.kwargs
+                else mark.kwargs["per"](given)
+            )
+            test = item.nodeid.partition("[")[0]
+            groups.setdefault((test, mark.args[0], key), []).append(item)
+    for (_, number, _), cases in groups.items():
+        kept = {each * len(cases) // number for each in range(number)}
+        for index, case in enumerate(cases):
+            if index not in kept:
+                case.add_marker("extended")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from pagetwin.conformance import Status, check_implementation
 from pagetwin.conformance.base.results import Result
 from pagetwin.conformance.reports.report import Report
@@ -117,6 +118,7 @@ def test_words_are_in_the_summary_and_in_the_details() -> None:
     assert result.symptom == FAILED.symptom
 
 
+@pytest.mark.extended
 def test_a_kernel_that_counts_its_calls_is_reported_with_what_its_input_does_alone(
     write_module: Callable[[str], str],
 ) -> None:

@@ -351,6 +351,7 @@ COUNTS_POSITIONS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("option", ["logits_soft_cap", "sinks"])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_cross_attention_takes_what_counts_no_positions(
@@ -412,6 +413,7 @@ def asked(draw: st.DrawFn) -> tuple[dict[str, Any], Steps]:
     return layer, [(first, encoders), (chunk, none), ([1] * reqs, none)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=max(settings().max_examples // 4, 3))
 @given(asking=asked())

@@ -120,6 +120,7 @@ def paged_attention(*arguments, out=None, **given):
 """
 
 
+@pytest.mark.extended
 def test_a_write_before_the_output_is_found_and_is_severe(write_module: Write) -> None:
     worker = Worker(write_module(WRITES_PAST_ITS_OUTPUT), "cpu")
     try:

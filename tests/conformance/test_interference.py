@@ -132,6 +132,7 @@ def test_an_error_that_a_kernel_catches_is_noted_all_the_same() -> None:
     assert said(lambda: None) == ""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kernel", "event"),
     [
@@ -330,6 +331,7 @@ GUARD.expect_unchanged()
 """
 
 
+@pytest.mark.extended
 def test_a_kernel_that_is_compiled_replaces_nothing() -> None:
     """Its import changed torch.manual_seed, which was said of any kernel that imports it first."""
     done = subprocess.run(

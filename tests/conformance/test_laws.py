@@ -1,9 +1,13 @@
 """Every law of the conformance suite on both twins, with annotated shapes and dtypes checked.
 
-conftest.py gives the first law of each area `mark.quick`.
+`make test` tries each law in one case. `make test-long` tries all edges and EXAMPLES drawn cases;
+of listed ones it tries all on the reference, and LISTED on the optimized twin. conftest.py gives
+the first law of each area `mark.quick`.
 """
 
+import atexit
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from pagetwin.conformance.api.check import (
 from pagetwin.conformance.api.pytest_support import LawToTry
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.laws.scheduler import DIRECTED_TRAFFIC
 from pagetwin.conformance.running.worker import Worker
 from pagetwin.contract.operations import CONCEPTS
 
@@ -27,22 +32,56 @@ EXAMPLES = 3
 MORE_EXAMPLES = 25
 MORE = ("masks", "latents", "window")
 """Words of the laws that `make test-long` tries on more drawn cases."""
+SMALL_CASES: dict[str, Any] = {
+    "an invalid call between two calls changes nothing in the scheduler": (
+        DIRECTED_TRAFFIC[0],
+    ),
+}
+"""Cases of `make test` in place of the first that is drawn, which takes ten seconds."""
+LAW_NAMES = [law.name for law in ALL_LAWS]
 LISTED = 4 if not torch.cuda.is_available() else None
 """Listed cases of a law that the interpreter runs; `make mutants` and a GPU run all of them."""
 
 
+def in_one_case(twin: str) -> list[LawToTry]:
+    """Return all laws, each with its shortest edge, or else the first listed or drawn case."""
+    worker = Worker(f"support.annotated_{twin}", choose_device(None))
+    atexit.register(worker.stop)
+    found = []
+    for law in ALL_LAWS:
+        tried = LawToTry(law, worker, seed=0, examples=1, reason=None, listed=1)
+        case = min(map(repr, law.edges), key=len, default=None)
+        if law.name in SMALL_CASES:
+            case = repr(SMALL_CASES[law.name])
+        tried.job = replace(tried.job, case=case)
+        found.append(tried)
+    return found
+
+
+@pytest.mark.parametrize("law", in_one_case("reference"), ids=LAW_NAMES)
+def test_a_law_holds_in_one_case_on_the_reference(law: LawToTry) -> None:
+    assert not law().skipped
+
+
+@pytest.mark.parametrize("law", in_one_case("optimized"), ids=LAW_NAMES)
+def test_a_law_holds_in_one_case_on_the_optimized_twin(law: LawToTry) -> None:
+    assert not law().skipped
+
+
+@pytest.mark.extended
 @parametrize_with_laws("support.annotated_reference", examples=EXAMPLES)
 def test_the_reference_obeys(law: LawToTry) -> None:
     assert not law().skipped
 
 
+@pytest.mark.extended
 @parametrize_with_laws("support.annotated_optimized", examples=EXAMPLES, listed=LISTED)
 def test_the_optimized_twin_obeys(law: LawToTry) -> None:
     assert not law().skipped
 
 
 def with_more_draws(twin: str) -> list[LawToTry]:
-    """Return the laws of MORE, with more drawn cases than in `make test`."""
+    """Return the laws of MORE, with more drawn cases than the others have."""
     worker = Worker(f"support.annotated_{twin}", choose_device(None))
     chosen = {law.name: law for words in MORE for law in choose_laws(words)}
     return [
@@ -64,7 +103,8 @@ def test_masks_latents_and_windows_hold_with_more_draws(twin: str) -> None:
         laws[0].worker.stop()
 
 
-@pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.name)
+@pytest.mark.sample(40)
+@pytest.mark.parametrize("law", ALL_LAWS, ids=LAW_NAMES)
 def test_a_case_can_be_made_again_from_what_a_report_shows(law: Law) -> None:
     shown: list[str] = []
     nothing = replace(law, needs=(), claim=None, body=lambda setting, case: None)
@@ -79,6 +119,10 @@ def test_a_case_can_be_made_again_from_what_a_report_shows(law: Law) -> None:
     assert shown
     for case in shown:
         assert repr(make_case(law, case)) == case
+
+
+def test_a_law_with_a_small_case_exists() -> None:
+    assert SMALL_CASES.keys() <= set(LAW_NAMES)
 
 
 def test_every_operation_has_a_law() -> None:

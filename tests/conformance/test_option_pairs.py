@@ -21,6 +21,7 @@ from record_options import RECORD, drawn
 from support.twins import Twin
 
 
+@pytest.mark.extended
 @parametrize_with_laws("support.annotated_optimized", only="for every pair of options")
 def test_every_pair_of_options_keeps_its_budget(law: LawToTry) -> None:
     """All listed cases of these laws, of which test_laws runs a few."""

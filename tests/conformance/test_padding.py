@@ -169,6 +169,7 @@ def expect_no_difference(padding: float, *arguments: Any) -> None:
             assert padded.layer._k_scale_float != 1.0
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("padding", POISONS)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("kind", list(AttentionType))
@@ -183,6 +184,7 @@ def test_padding_changes_no_kind_of_layer(
     expect_no_difference(padding, backend, kind, device, cache_dtype, None, {})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_changes_no_option_of_a_layer(
@@ -192,6 +194,7 @@ def test_padding_changes_no_option_of_a_layer(
     expect_no_difference(torch.nan, *arguments)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["causal", "mm_req_doc_ranges", "tree_mask"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_changes_no_mask_of_a_step(
@@ -207,6 +210,7 @@ def test_padding_changes_no_mask_of_a_step(
     expect_no_difference(torch.nan, *arguments)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("kind", list(AttentionType))
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -186,6 +186,7 @@ def test_the_line_of_an_error_is_one_of_the_implementation(write_module: Any) ->
         _load(own, "cpu")
 
 
+@pytest.mark.extended
 def test_an_import_in_a_process_of_its_own(write_module: Any) -> None:
     check_can_run(write_module(SLOTS), "cpu")
     with pytest.raises(ValueError, match="has none of the operations"):

@@ -196,6 +196,7 @@ def test_a_probe_that_found_no_call_in_time_is_one_sentence(
         probed(Kernel(lambda choice: True), minutes=2)
 
 
+@pytest.mark.extended
 def test_a_probe_without_minutes_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe of a Triton kernel on a GPU was still running after ten minutes."""
     limits: list[float] = []

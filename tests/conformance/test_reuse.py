@@ -37,6 +37,7 @@ def sizes_of(plan: BatchPlan) -> tuple[Any, ...]:
     return tuple(getattr(plan, name) for name in SIZES)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("count", [1, 4])
 def test_plans_have_few_sizes_and_as_many_lengths_as_always(count: int) -> None:
     drawn, free = cases_of(ATTENDS, count), cases_of(ATTENDS, None)
@@ -104,6 +105,7 @@ def test_a_gpu_shares_signatures_unless_it_is_told_not_to() -> None:
         check_implementation("reference", signatures=-1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("signatures", [None, 4])
 def test_a_case_of_a_shared_signature_is_reported_as_it_was_tried(
     signatures: int | None,

@@ -71,6 +71,7 @@ def test_parts_on_a_gpu_are_few_and_contain_little_padding() -> None:
     assert padded / scores < 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_verdicts_do_not_depend_on_the_parts(
     operation: str, monkeypatch: pytest.MonkeyPatch

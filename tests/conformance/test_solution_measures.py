@@ -383,6 +383,7 @@ def flash(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.stack(out), torch.stack(lse)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("number", range(6))
 def test_a_timed_result_is_judged_by_its_error_budgets(
@@ -418,6 +419,7 @@ def test_rounding_errors_are_those_of_the_dtype_of_the_inputs() -> None:
     assert float(every.max()) > 2 * float(once.max()) > 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("definition", [PREFILL, MERGE, APPEND, LATENT, RAGGED])
 def test_a_timed_result_of_each_family_has_budgets(definition: Any) -> None:
     plan, run = workloads_of(definition)[2].plan, load_reference(definition)

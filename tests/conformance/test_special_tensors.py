@@ -36,6 +36,7 @@ def float_arguments(example: Example) -> list[str]:
 WITH_FLOATS = [example for example in EXAMPLES if float_arguments(example)]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("twin", ["reference", "optimized"])
 @pytest.mark.parametrize("example", WITH_FLOATS, ids=lambda each: each.operation)
 def test_a_tensor_that_requires_a_gradient_is_rejected(

@@ -70,6 +70,7 @@ def of_law(results: tuple[Result, ...], law: str) -> Result:
     return found
 
 
+@pytest.mark.extended
 def test_a_law_whose_time_is_over_says_how_many_cases_held(kernels: Write) -> None:
     result = try_in_worker(kernels(0.2), examples=200, seconds_of_a_law=4)
     assert result.status == Status.UNFINISHED and result.ok
@@ -77,6 +78,7 @@ def test_a_law_whose_time_is_over_says_how_many_cases_held(kernels: Write) -> No
     assert result.reason == f"{result.cases} cases held in {result.seconds:g} seconds"
 
 
+@pytest.mark.extended
 def test_a_failure_within_the_time_is_broken_though_no_time_is_left_to_shrink_it(
     kernels: Write,
 ) -> None:
@@ -86,6 +88,7 @@ def test_a_failure_within_the_time_is_broken_though_no_time_is_left_to_shrink_it
     assert result.seconds < SECONDS_TO_SHRINK / 2
 
 
+@pytest.mark.extended
 def test_a_case_that_takes_longer_than_its_law_may_is_named_and_does_not_hang(
     kernels: Write,
 ) -> None:
@@ -102,6 +105,7 @@ def test_a_case_that_takes_longer_than_its_law_may_is_named_and_does_not_hang(
     assert other.status == Status.HELD
 
 
+@pytest.mark.extended
 def test_a_case_that_exceeds_its_own_limit_hangs_within_the_time_of_its_law(
     kernels: Write,
 ) -> None:
@@ -109,6 +113,7 @@ def test_a_case_that_exceeds_its_own_limit_hangs_within_the_time_of_its_law(
     assert result.status == Status.HANGS and not result.ok
 
 
+@pytest.mark.extended
 def test_after_the_minutes_of_a_check_its_laws_are_not_finished(kernels: Write) -> None:
     report = check_implementation(
         kernels(0.5), only="slot", device="cpu", minutes=2 / 60, workers=2
@@ -125,6 +130,7 @@ def test_after_the_minutes_of_a_check_its_laws_are_not_finished(kernels: Write) 
     assert report.to_junit().count("<skipped") >= len(report.unfinished)
 
 
+@pytest.mark.extended
 def test_the_exit_code_says_that_laws_are_not_finished(
     kernels: Write,
 ) -> None:
@@ -134,6 +140,7 @@ def test_the_exit_code_says_that_laws_are_not_finished(
     assert "not finished: 1 laws" in result.output and "held in" in result.output
 
 
+@pytest.mark.extended
 def test_an_interrupted_check_keeps_the_laws_that_were_judged(
     kernels: Write, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -171,6 +178,7 @@ def test_an_interrupted_check_keeps_the_laws_that_were_judged(
     assert "the check ended before this law" in result.output
 
 
+@pytest.mark.extended
 def test_the_time_of_a_fuzzing_run_keeps_the_batches_that_held(tmp_path: Path) -> None:
     run = fuzz_implementation(
         "reference",
@@ -210,6 +218,7 @@ def paged_attention(
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("seconds", [60.0, 0.001])
 def test_the_smallest_input_of_a_kernel_is_one_that_it_declares(
     tmp_path: Path, seconds: float
@@ -257,6 +266,7 @@ def {operation}(*args, **given):
 """Wrong for every input. After some calls each one takes a minute."""
 
 
+@pytest.mark.extended
 def test_a_failure_is_reported_as_it_is_if_its_smaller_input_does_not_end_in_time(
     write_module: Write,
 ) -> None:
@@ -270,6 +280,7 @@ def test_a_failure_is_reported_as_it_is_if_its_smaller_input_does_not_end_in_tim
     assert result.cases == 1 and 3 <= result.seconds < 20
 
 
+@pytest.mark.extended
 def test_a_fuzzing_run_keeps_a_failure_that_is_being_made_smaller(
     write_module: Write, tmp_path: Path
 ) -> None:

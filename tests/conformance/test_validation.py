@@ -72,6 +72,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[Error]:
     return found
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("law", REJECTIONS, ids=lambda law: law.name)
 def test_both_twins_raise_the_same_error_and_say_what_was_expected(
     law: Law, errors: list[Error], device: torch.device
@@ -145,6 +146,7 @@ def test_another_setting_of_contents_is_an_error(
         values_checked(torch.zeros(1))
 
 
+@pytest.mark.extended
 def test_tensors_without_numbers_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors, those of the device meta, and those that a compiler traces."""
     monkeypatch.delenv("PAGETWIN_CHECK_VALUES", raising=False)

@@ -74,6 +74,7 @@ def test_a_law_whose_time_was_over_is_recorded_with_what_held(
     assert [(law["law"], law["reason"]) for law in found["laws"]] == [("a", reason)]
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter needs a GPU")
 def test_an_adapter_that_cannot_run_is_recorded_with_the_reason(
     script: Any, tmp_path: Path

@@ -334,6 +334,7 @@ def test_the_time_of_a_job_is_that_of_its_law_or_what_is_left() -> None:
     assert worker.sent[2]["seconds"] == 0.0
 
 
+@pytest.mark.extended
 def test_an_import_that_fails_raises_its_own_error(
     tmp_path: Any, monkeypatch: Any
 ) -> None:

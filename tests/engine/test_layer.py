@@ -130,6 +130,7 @@ class Model:
         assert verdict.ok, verdict
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", [KVCacheLayout.NHD, KVCacheLayout.HND])
 @pytest.mark.parametrize("backend", ["REFERENCE", "TRITON", "XFORMERS"])
 def test_prefills_and_decodes_equal_dense_attention(
@@ -297,6 +298,7 @@ def test_loaded_scales_may_be_one_a_head(backend: str, device: torch.device) -> 
     assert layer._k_scale.tolist() == [2.0, 0.5], "None leaves them as they are"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loaded", [(0.25, 0.5), (0.25, None), (None, 0.5)])
 @pytest.mark.parametrize("backend", BACKEND_NAMES)
 def test_a_step_has_the_scales_that_were_loaded_last(

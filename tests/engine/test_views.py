@@ -239,6 +239,7 @@ def judged(law: str, operation: str, spoil: Callable[[dict[str, Any]], None]) ->
     return try_law(find_law(law), make_setting(candidate, "cpu"), 0, 10)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ignored", IGNORED)
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_a_kernel_that_ignores_a_stride_breaks_the_law(name: str, ignored: str) -> None:
@@ -254,6 +255,7 @@ def test_a_kernel_that_ignores_a_stride_breaks_the_law(name: str, ignored: str) 
     assert f"argument={name!r}" in result.case
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ignored", TABLES)
 def test_a_kernel_that_ignores_a_stride_of_the_table_breaks_the_law(
     ignored: str,
@@ -266,6 +268,7 @@ def test_a_kernel_that_ignores_a_stride_of_the_table_breaks_the_law(
     assert result.status == Status.BROKEN and "block_table" in result.case, result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ignored", IGNORED)
 def test_an_output_written_with_other_strides_breaks_the_law(ignored: str) -> None:
     def attend(out: Tensor, **given: Any) -> Tensor:

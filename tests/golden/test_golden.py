@@ -63,6 +63,12 @@ def is_skipped(file: str, name: str) -> bool:
     return is_compiled and file in INTERPRETER_ONLY
 
 
+def file_and_twin(given: dict[str, Any]) -> tuple[str, str, str]:
+    """Return the group of a case, of which `make test` runs two cases."""
+    return given["case"].file, given["version"], given["name"]
+
+
+@pytest.mark.sample(2, per=file_and_twin)
 def test_case(case: Case, name: str, version: str, record_property: Any) -> None:
     if missing := why_not_tried(case):
         record_property("golden", "not tried")
@@ -73,6 +79,7 @@ def test_case(case: Case, name: str, version: str, record_property: Any) -> None
     record_property("golden", "deviated" if deviates else "equal")
 
 
+@pytest.mark.sample(30)
 @pytest.mark.parametrize("own", sorted({file for file, _ in ADAPTERS}))
 def test_a_recorded_case_needs_each_rule_that_holds(own: str) -> None:
     tried = [case for case in read_cases(FOLDER, own) if not why_not_tried(case)]

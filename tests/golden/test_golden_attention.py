@@ -201,6 +201,7 @@ def test_every_model_of_attention_has_drawn_inputs() -> None:
     assert DRAWN.keys() == ATTENTION_MODELS.keys()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("file", sorted(DRAWN))
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))

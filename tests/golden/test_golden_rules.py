@@ -287,6 +287,7 @@ def test_every_model_has_drawn_inputs() -> None:
     assert DRAWN.keys() == MODELS.keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("file", sorted(DRAWN))
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32))

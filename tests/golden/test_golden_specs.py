@@ -183,6 +183,7 @@ def test_every_model_of_specs_has_drawn_inputs() -> None:
     assert DRAWN.keys() == SPEC_MODELS.keys()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("file", sorted(DRAWN))
 @settings(max_examples=60)
 @given(seed=st.integers(0, 2**32))

@@ -185,6 +185,7 @@ def test_waves_are_as_large_as_the_limits_allow(
     assert statistics.encoder_runs == waves
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", ["bart", "t5", "llama", "gpt_oss"])
 def test_the_library_s_own_generate_takes_a_paged_cache(name: str, beams: int) -> None:
@@ -215,6 +216,7 @@ def test_the_library_s_own_generate_takes_a_paged_cache(name: str, beams: int) -
     assert sum(calls.values()) >= 2 * NEW_TOKENS
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("implementation", TWINS)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
@@ -252,6 +254,7 @@ def test_padding_on_either_side_changes_nothing(
     assert_rows(found[is_token], truth[is_token], runs, (name, side))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("implementation", TWINS)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_a_whole_encoder_decoder_runs_without_any_cache(

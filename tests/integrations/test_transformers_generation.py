@@ -21,6 +21,8 @@ from library_models import (
 from pagetwin.integrations.transformers import generate
 from support.tiny_models import VOCABULARY
 
+pytestmark = pytest.mark.extended
+
 # --- end tokens
 
 

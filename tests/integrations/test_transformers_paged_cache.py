@@ -195,6 +195,7 @@ class History:
         self.append()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "windows",
     [(None, None), (None, 4), (4, None)],
@@ -326,6 +327,7 @@ def test_a_mask_is_read_for_each_cache_and_number_of_requests() -> None:
         write(PagedCache(4, 4, "reference", lengths=[2]), 1)
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [

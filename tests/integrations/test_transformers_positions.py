@@ -20,6 +20,8 @@ from pagetwin.integrations.transformers import (
 )
 from support.tiny_models import SIZES, VOCABULARY
 
+pytestmark = pytest.mark.extended
+
 BART_SIZES = {
     "vocab_size": VOCABULARY,
     "d_model": 32,

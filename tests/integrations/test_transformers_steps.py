@@ -161,6 +161,7 @@ def test_inputs_that_were_changed_raise(
         call(model, batch.model_inputs([8]))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
@@ -297,6 +298,7 @@ def test_layers_of_different_dtypes_raise(model: Any) -> None:
         model(**batch.model_inputs([5, 6]))
 
 
+@pytest.mark.extended
 def test_an_interpreter_that_is_switched_on_too_late_raises_one_sentence() -> None:
     """It raised: Cannot call @triton.jit'd outside of the scope of a kernel."""
     program = (

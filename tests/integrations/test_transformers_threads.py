@@ -17,6 +17,8 @@ from pagetwin.integrations.transformers import (
     use_attention,
 )
 
+pytestmark = pytest.mark.extended
+
 OURS = "pagetwin_reference"
 
 # --- attention that several callers replace

@@ -82,6 +82,7 @@ def test_the_entry_point_is_in_the_group_that_vllm_loads(version: str) -> None:
     assert 'pagetwin = "pagetwin.integrations.vllm:register"' in text
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_no_abstract_method_is_left(version: str, use_mla: bool) -> None:
@@ -90,6 +91,7 @@ def test_no_abstract_method_is_left(version: str, use_mla: bool) -> None:
             assert not getattr(ours, "__abstractmethods__", frozenset()), ours
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_method_of_ours_takes_what_vllms_takes(version: str, use_mla: bool) -> None:
@@ -129,6 +131,7 @@ def _forms(
     )
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_methods_accept_every_call_that_vllm_makes(

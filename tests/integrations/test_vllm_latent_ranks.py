@@ -169,6 +169,7 @@ def serve(
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("version", "implementation"),
     [(NEWEST, "reference"), *((version, "optimized") for version in VERSIONS)],
@@ -182,6 +183,7 @@ def test_latents_on_two_ranks_are_attention_over_all_of_them_in_each_version(
     assert max(found) <= 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("ranks", "run", "fp8"), [(4, 1, False), (4, 2, True), (2, 16, True)]
 )
@@ -192,6 +194,7 @@ def test_latents_of_more_ranks_interleave_sizes_and_fp8_are_exact(
     assert max(found) <= 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_vllm_finds_what_it_requires_of_latent_layers_for_such_ranks(
     version: str,

@@ -73,6 +73,7 @@ def serve(
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("version", "implementation"),
     [(NEWEST, "reference"), *((version, "optimized") for version in VERSIONS)],
@@ -85,6 +86,7 @@ def test_two_ranks_compute_what_one_computes_in_each_version(
     assert max(found) <= 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("ranks", "run", "given"),
     [
@@ -120,6 +122,7 @@ def not_causal(ranks: RankGroup) -> list[float]:
     return found
 
 
+@pytest.mark.extended
 def test_a_step_that_is_not_causal_is_exact(processes: RankProcesses) -> None:
     assert max(errors(processes.run(2, not_causal))) <= 1
 
@@ -164,6 +167,7 @@ def counted(name: str, calls: list[str]) -> Callable[..., Tensor]:
     return call
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "given", [{}, {"kv_cache_dtype": "fp8"}], ids=["float32", "fp8"]
 )
@@ -229,6 +233,7 @@ def warm_up(ranks: RankGroup) -> list[Any]:
     return found
 
 
+@pytest.mark.extended
 def test_a_warm_up_exchanges_nothing_and_changes_no_slot(
     processes: RankProcesses,
 ) -> None:
@@ -305,6 +310,7 @@ def two_groups(ranks: RankGroup) -> list[float]:
     return found
 
 
+@pytest.mark.extended
 def test_another_group_of_caches_has_its_own_share_of_the_ranks(
     processes: RankProcesses,
 ) -> None:
@@ -312,6 +318,7 @@ def test_another_group_of_caches_has_its_own_share_of_the_ranks(
     assert max(errors(processes.run(2, two_groups))) <= 1
 
 
+@pytest.mark.extended
 def test_layers_of_one_kind_share_buffers_and_each_step_is_prepared_once(
     processes: RankProcesses,
 ) -> None:
@@ -339,6 +346,7 @@ def history(
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("implementation", "run", "kv_cache_dtype"),
     [("reference", 1, "auto"), ("optimized", 4, "fp8")],
@@ -392,6 +400,7 @@ def test_an_encoder_runs_on_each_rank_by_itself() -> None:
             assert steps.step((9, 20, 1), causal=False) <= 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_vllm_finds_what_it_requires_of_a_backend_for_such_ranks(version: str) -> None:
     attributes = recorded(version)["modules"]["vllm.v1.attention.backend"]["classes"]

@@ -90,6 +90,7 @@ def test_messages_appear_in_the_log_of_vllm_unless_the_user_configured_them(
     assert ours.propagate == configured
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("each", VERSIONS)
 def test_a_model_with_latent_attention_gets_the_backend_for_it(each: str) -> None:
     for use_mla, name in ((False, "PagetwinBackend"), (True, "PagetwinLatentBackend")):
@@ -116,6 +117,7 @@ def why_not(backend: Any, **changes: Any) -> str | None:
     return backend.supports_combination(*(layer | changes).values())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -286,6 +288,7 @@ def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
     assert warmed == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the host")
 def test_a_real_warm_up_launches_and_changes_no_slot(version: str) -> None:
     steps = EngineSteps(version, head_size=16)

@@ -43,6 +43,7 @@ PATHS_ON_AN_H200 = {
 DECODED = ("decode", "verify", "cross")
 
 
+@pytest.mark.extended
 def test_the_kernels_of_every_workload_are_those_of_the_table() -> None:
     """A changed constant of the cost model shows which workloads it moves to other kernels."""
     (found,) = json_lines(SCRIPT, "90")
@@ -84,6 +85,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BATCHES)
 def test_split_requests_of_many_rows_are_right(
     name: str, appended: list[int], device: torch.device
@@ -107,6 +109,7 @@ def expect_equal(arguments: dict[str, Any], appended: list[int]) -> None:
 EDGES = [key for edge in range(32, 200, 32) for key in (edge - 1, edge) if key < 190]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("position", EDGES)
 def test_no_key_is_lost_at_the_edge_of_a_split(
     position: int, appended: list[int], device: torch.device

@@ -77,6 +77,7 @@ EDGES = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", EDGES)
 def test_a_cascade_is_right_at_the_edges_of_its_sizes(
     name: str, device: torch.device
@@ -96,6 +97,7 @@ def test_a_prefix_may_be_all_keys_of_requests_that_are_not_causal(
 NEEDLES = [key for edge in (32, 64, 96, 128, 160) for key in (edge - 1, edge)]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("position", NEEDLES)
 def test_no_key_is_lost_at_the_edge_of_a_split_of_either_launch(
     position: int, device: torch.device
@@ -147,6 +149,7 @@ class SplitPrefix:
             lse[split] = of_split.T / math.log(2.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("split_len", [16, 32, 96])
 @pytest.mark.parametrize("rows", ["few", "many"])
 def test_any_number_of_partial_results_over_the_prefix_is_merged(

@@ -199,6 +199,7 @@ def same_codes(found: Tensor, right: Tensor) -> bool:
     return bool(alike.all())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("dtype", TENSOR_SCALE_DTYPES)
 def test_quotients_are_rounded_as_the_reference_rounds_them(

@@ -46,6 +46,7 @@ CONVERTED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("name", CONVERTED)
 def test_the_conversion_keeps_every_number_that_a_query_attends_to(

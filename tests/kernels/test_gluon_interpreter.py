@@ -157,6 +157,7 @@ def test_the_examples_are_kernels_that_compile_for_hopper() -> None:
         assert line["spilled"] == 0 and not line["warnings"], line
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_planted_mistake_is_reported_at_its_line(name: str, tmp_path: Path) -> None:
     mistake = MISTAKES[name]
@@ -299,6 +300,7 @@ def test_without_triton_the_command_is_one_sentence(
     assert result.output == "pagetwin interpret needs triton, which is for Linux\n"
 
 
+@pytest.mark.extended
 def test_the_command_runs_without_a_setting_of_the_interpreter_of_triton() -> None:
     """Gluon functions are the same classes with and without TRITON_INTERPRET."""
     done = subprocess.run(

@@ -69,6 +69,7 @@ def test_a_duplicate_index_is_noticed(write):
     assert noted.twice
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="runs once, on a machine without a GPU"
 )

@@ -140,6 +140,7 @@ def test_launches_get_plain_numbers(
         assert all(type(number) is int for number in (*grid, *pointers, *numbers))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("constants", [ONE_ROW, TWO_ROWS])
 def test_partial_results_are_combined_by_their_log_sum_exp(
     constants: dict[str, int], device: torch.device

@@ -187,6 +187,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BATCHES)
 def test_short_decodes_are_right(
     name: str, grids: list[Any], device: torch.device
@@ -205,6 +206,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_short_decodes_with_options_are_right(
     name: str, grids: list[Any], device: torch.device
@@ -220,6 +222,7 @@ def test_a_request_without_a_key_has_a_zero_row(
     expect_equal(plan, device, grids, causal=False)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("reqs", [1, 2, 3])
 @pytest.mark.parametrize("position", [31, 32, 63, 64, 127, 128, 191, 192, 198])
 def test_no_key_is_lost_at_the_edge_of_a_split(

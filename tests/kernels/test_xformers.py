@@ -74,6 +74,7 @@ def forward(batch: Any, spec: KVCacheSpec, twin: Twin) -> Any:
     return output, metadata, impl
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("head_size", [32, 64, 128])
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 def test_its_operator_really_runs_and_keeps_the_budget(
@@ -94,6 +95,7 @@ def test_its_operator_really_runs_and_keeps_the_budget(
     assert judge_attention(batch, output, reference)[0].ok
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("needle", ["none", "first", "last", "block edge"])
 def test_it_finds_the_key_that_outweighs_all_others(

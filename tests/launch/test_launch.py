@@ -111,6 +111,7 @@ FEW_VALUES = {
 SERVES = ("reference", "optimized", "engine", "recorder", "integrations")
 
 
+@pytest.mark.extended
 def test_a_cache_without_a_bound_is_keyed_by_what_has_few_values() -> None:
     """A server that runs for weeks meets any number of shapes."""
     names = [
@@ -133,6 +134,7 @@ def test_a_cache_without_a_bound_is_keyed_by_what_has_few_values() -> None:
     assert wrong == [] and unbounded
 
 
+@pytest.mark.extended
 def test_many_shapes_leave_bounded_host_caches(
     plans: PlanCache[Any], optimized: Twin, device: torch.device
 ) -> None:
@@ -664,6 +666,7 @@ def test_the_launches_of_a_graph_share_counters() -> None:
 # ---- imports
 
 
+@pytest.mark.extended
 def test_importing_the_package_changes_nothing_else() -> None:
     """No environment variable, no log level; and the first launch says what to do."""
     program = (
@@ -688,6 +691,7 @@ def test_importing_the_package_changes_nothing_else() -> None:
     assert run_compiler("-c", program).strip() == "raised"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_more_queries_than_announced_leave_other_memory_and_other_requests_as_they_are(
     batch_invariant: bool,

@@ -39,7 +39,7 @@ from pagetwin.conformance.running.interpreter import speed_up
 from .widths import BITS, WIDTHS, Site, graft_instrumented
 
 EXAMPLES, LISTED = 3, 4
-"""Cases of a law in `make test`."""
+"""Cases of a law in `make test-long`."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ def in_child(work: Callable[[], Any], seconds: float) -> Any:
 
 
 def try_law(law: Law, setting: Setting, twin: str) -> Status:
-    """Return the status of a law on the cases of `make test`."""
+    """Return the status of a law on the cases of `make test-long`."""
     listed = LISTED if twin == "optimized" else None
     return trying.try_law(law, setting, 0, EXAMPLES, listed=listed).status
 

@@ -1,11 +1,13 @@
 """Generated mutants: the operators, the sample, the reasons of equivalent ones, and the record."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from mutants.generate import (
     OPERATORS,
+    Generated,
     generate,
     mutated_files,
     read_reasons,
@@ -15,9 +17,19 @@ from mutants.mutant import ROOT
 from mutants.record import GENERATED_RECORD, ends_well, read_record
 from mutants.run_generated import REASONS
 
-MUTANTS = generate(reasons=read_reasons(REASONS))
-BY_ID = {each.id: each for each in MUTANTS}
 RECORD = read_record(GENERATED_RECORD)
+
+
+@cache
+def all_mutants() -> list[Generated]:
+    """Return all mutants. Only tests that are run generate them, which takes seconds."""
+    return generate(reasons=read_reasons(REASONS))
+
+
+@cache
+def mutants_by_id() -> dict[str, Generated]:
+    """Return all mutants by their id."""
+    return {mutant.id: mutant for mutant in all_mutants()}
 
 
 def changes_of(body: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -62,10 +74,11 @@ def test_prose_annotations_and_errors_are_not_changed(
     assert changes_of(body, tmp_path, monkeypatch) == set()
 
 
+@pytest.mark.extended
 def test_every_generated_mutant_is_python_and_has_an_id_of_its_own() -> None:
-    assert len(BY_ID) == len(MUTANTS) > 3000
-    assert {each.operator for each in MUTANTS} == set(OPERATORS)
-    for mutant in sample(MUTANTS, 200, seed=1):
+    assert len(mutants_by_id()) == len(all_mutants()) > 3000
+    assert {each.operator for each in all_mutants()} == set(OPERATORS)
+    for mutant in sample(all_mutants(), 200, seed=1):
         assert mutant.source() != (ROOT / mutant.file).read_text(encoding="utf-8")
 
 
@@ -78,10 +91,11 @@ def test_kernels_without_an_interpreter_are_left_out() -> None:
     } <= set(files)
 
 
+@pytest.mark.extended
 def test_a_larger_sample_contains_the_smaller_one() -> None:
-    small, large = (sample(MUTANTS, count, seed=3) for count in (20, 40))
+    small, large = (sample(all_mutants(), count, seed=3) for count in (20, 40))
     assert small == large[:20]
-    assert small != sample(MUTANTS, 20, seed=4)
+    assert small != sample(all_mutants(), 20, seed=4)
 
 
 # ---- the record
@@ -97,18 +111,21 @@ def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
     assert list(RECORD) == sorted(RECORD)
 
 
+@pytest.mark.extended
 def test_most_recorded_mutants_are_of_todays_functions() -> None:
     stale = [
         each.id
         for each in RECORD.values()
-        if each.id not in BY_ID or BY_ID[each.id].digest != each.digest
+        if each.id not in mutants_by_id()
+        or mutants_by_id()[each.id].digest != each.digest
     ]
     assert len(stale) * 4 < len(RECORD), "out of date: run make mutants-generated"
 
 
+@pytest.mark.extended
 def test_a_reason_is_of_a_recorded_change() -> None:
     for name in read_reasons(REASONS):
         # a changed function has other mutants, whose reasons have to be given anew
-        mutant, entry = BY_ID.get(name), RECORD[name]
+        mutant, entry = mutants_by_id().get(name), RECORD[name]
         is_todays = mutant is not None and mutant.digest == entry.digest
         assert not is_todays or ends_well(mutant, entry), name

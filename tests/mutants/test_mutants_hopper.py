@@ -2,14 +2,14 @@
 
 import time
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 
 from mutants import run_hopper
-from mutants.generate import generate, read_reasons, sample
+from mutants.generate import Generated, generate, read_reasons, sample
 from mutants.hopper import REASONS, folder_of, hopper_files, without_layouts
 from mutants.hopper_calls import CALLS, Call
 from mutants.mutant import ROOT
@@ -22,10 +22,25 @@ pytestmark = [
         torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
     ),
 ]
-ALL = generate(hopper_files(), read_reasons(REASONS))
-MUTANTS = without_layouts(ALL)
-BY_ID = {each.id: each for each in MUTANTS}
 RECORD = read_record(HOPPER_RECORD)
+
+
+@cache
+def all_mutants() -> list[Generated]:
+    """Return all mutants. Only tests that are run generate them, which takes seconds."""
+    return generate(hopper_files(), read_reasons(REASONS))
+
+
+@cache
+def tried_mutants() -> list[Generated]:
+    """Return the mutants that change what a kernel computes."""
+    return without_layouts(all_mutants())
+
+
+@cache
+def tried_by_id() -> dict[str, Generated]:
+    """Return the mutants that change what a kernel computes, by their id."""
+    return {mutant.id: mutant for mutant in tried_mutants()}
 
 
 def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
@@ -43,21 +58,23 @@ def test_most_recorded_mutants_are_of_todays_functions() -> None:
     stale = [
         each.id
         for each in RECORD.values()
-        if each.id not in BY_ID or BY_ID[each.id].digest != each.digest
+        if each.id not in tried_by_id() or tried_by_id()[each.id].digest != each.digest
     ]
     assert len(stale) * 4 < len(RECORD), "out of date: run make mutants-hopper"
 
 
 def test_a_part_of_the_mutants_of_each_folder_is_recorded() -> None:
-    every = Counter(folder_of(mutant.file) for mutant in MUTANTS)
-    tried = Counter(folder_of(mutant.file) for mutant in MUTANTS if mutant.id in RECORD)
+    every = Counter(folder_of(mutant.file) for mutant in tried_mutants())
+    tried = Counter(
+        folder_of(mutant.file) for mutant in tried_mutants() if mutant.id in RECORD
+    )
     for folder, count in every.items():
         assert tried[folder] * 25 > count, folder
 
 
 def test_only_layouts_are_left_as_they_are() -> None:
-    left_out = [each for each in ALL if each.id not in BY_ID]
-    assert len(MUTANTS) > 3000 and left_out
+    left_out = [each for each in all_mutants() if each.id not in tried_by_id()]
+    assert len(tried_mutants()) > 3000 and left_out
     for each in left_out:
         text = (ROOT / each.file).read_bytes()[: each.end].decode()
         assert "Layout(" in "".join(text.splitlines(keepends=True)[-5:]), each.id
@@ -74,7 +91,7 @@ def _spin() -> None:
 def test_a_call_hangs_if_it_takes_too_much_cpu_time(
     call: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mutant = MUTANTS[0]
+    mutant = tried_mutants()[0]
     calls = {"a call": Call(folder_of(mutant.file), 1, call)}
     monkeypatch.setattr(run_hopper, "CALLS", calls)
     monkeypatch.setattr(run_hopper, "CPU_SECONDS", 1)
@@ -86,6 +103,8 @@ def test_a_call_hangs_if_it_takes_too_much_cpu_time(
 def test_recorded_mutants_are_found_again() -> None:
     """A sample of those that were killed, in the order that the record suggests."""
     killed = {each.id: each for each in RECORD.values() if each.is_killed}
-    chosen = sample([BY_ID[name] for name in killed if name in BY_ID], 12, seed=1)
+    chosen = sample(
+        [tried_by_id()[name] for name in killed if name in tried_by_id()], 12, seed=1
+    )
     alive = [each.id for each, _, _ in judge(chosen, 1, killed) if not each.is_killed]
     assert not alive

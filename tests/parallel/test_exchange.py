@@ -80,6 +80,7 @@ def exchange_often(rank: int, ranks: int, buffers: list[Tensor], calls: int) -> 
         assert not late.any()
 
 
+@pytest.mark.sample(1)
 @needs_interpreter
 @pytest.mark.parametrize("calls", [0, 2**30 - 3])
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -45,6 +45,7 @@ def joined(found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return in_order([pickle.loads(result) for result in found])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("operation", [GATHER, RING])
 @pytest.mark.parametrize("name", ["reference", "optimized"])
 def test_prefills_of_several_processes_are_those_of_one(
@@ -58,6 +59,7 @@ def test_prefills_of_several_processes_are_those_of_one(
         torch.testing.assert_close(lse.double(), answer.lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("operation", [GATHER, RING])
 def test_a_process_that_is_late_changes_no_bit_of_a_prefill(
     processes: RankProcesses, operation: str
@@ -82,6 +84,7 @@ def shift_before_the_other(ranks: RankGroup) -> list[float]:
     return finish().tolist()
 
 
+@pytest.mark.extended
 def test_a_rank_computes_while_its_share_is_on_the_way(
     processes: RankProcesses,
 ) -> None:
@@ -124,6 +127,7 @@ def prefill_with_a_failing_rank(
     return None, 0.0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "failure"),
     [("reference", "killed"), ("optimized", "killed"), ("reference", "late")],
@@ -157,6 +161,7 @@ def end_during_a_round(ranks: RankGroup) -> tuple[RankError | None, float]:
     return None, 0.0
 
 
+@pytest.mark.extended
 def test_a_rank_that_ends_between_two_rounds_is_named_by_all_others(
     three: RankProcesses,
 ) -> None:
@@ -166,6 +171,7 @@ def test_a_rank_that_ends_between_two_rounds_is_named_by_all_others(
     assert "send to rank 0, receive from 1" in str(found[2][0])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["reference", "optimized"])
 def test_ranks_of_a_ring_with_other_dtypes_all_raise_and_name_them(
     three: RankProcesses, name: str

@@ -61,6 +61,7 @@ def test_buffers_of_two_names_or_dtypes_do_not_overlap() -> None:
     assert [{*view.flatten().tolist()} for view in views] == [{0}, {1}, {2}, {3}]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation", ["PrefillContextParallel", "RingContextParallel"])
 @pytest.mark.usefixtures("unchecked_values")
 def test_a_prefill_exchanges_the_same_memory_after_a_larger_one(

@@ -67,6 +67,7 @@ def joined(found: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "exchange",
     ["all_to_all", pytest.param("reduce_scatter", marks=pytest.mark.long)],
@@ -84,6 +85,7 @@ def test_ranks_of_a_process_group_compute_what_one_rank_computes(
         torch.testing.assert_close(lse.double(), answer.lse, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["reference", "optimized"])
 def test_fixed_splits_give_the_bits_of_one_process_on_two_to_eight(
     processes: RankProcesses, name: str
@@ -169,6 +171,7 @@ def step_with_a_failing_rank(
     return None, 0.0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "failure"),
     [
@@ -190,6 +193,7 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others_within_the_time_limi
         assert isinstance(found[1][0], RankError)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("name", "failure", "differs"),
     [
@@ -222,6 +226,7 @@ def laws_of_several_gpus(ranks: RankGroup, twin: str) -> dict[str, Any]:
     return job.found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_the_laws_of_several_gpus_hold_on_processes_too(
     processes: RankProcesses, ranks: int
@@ -231,6 +236,7 @@ def test_the_laws_of_several_gpus_hold_on_processes_too(
         assert not [told for told in found.values() if "FAILED" in told["text"]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 5, 6, 7, 8])
 def test_the_steps_of_several_gpus_fit_any_number_of_them(
     ranks: int, monkeypatch: pytest.MonkeyPatch

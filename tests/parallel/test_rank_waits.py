@@ -135,15 +135,16 @@ def prefill(twin: Any, ranks: RankGroup, sizes: tuple[int, ...], name: str) -> N
 
 
 STEPS: dict[str, Callable[..., None]] = {
+    "ring": lambda *given: prefill(*given, "RingContextParallel"),
     "all to all": decode,
     "reduce-scatter": lambda *given: decode(*given, exchange="reduce_scatter"),
     "fixed splits": lambda *given: decode(*given, splits=KeySplits(8, 1)),
     "not causal": lambda *given: decode(*given, causal=False),
     "prefill": lambda *given: prefill(*given, "PrefillContextParallel"),
-    "ring": lambda *given: prefill(*given, "RingContextParallel"),
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("checks_values", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(

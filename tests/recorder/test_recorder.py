@@ -55,6 +55,7 @@ def stored(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.pt"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_clean_engine_with_preemptions_and_prefix_hits_raises_nothing(
@@ -80,6 +81,7 @@ BUGS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found_in_its_first_step_and_named_with_its_request(
     tmp_path: Path, bug: str, caplog: pytest.LogCaptureFixture
@@ -103,6 +105,7 @@ def test_a_planted_bug_is_found_in_its_first_step_and_named_with_its_request(
     assert sentence.startswith(f"flight recorder: {case.sentence}")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_stored_case_is_reproduced_without_the_engine(
     tmp_path: Path, bug: str
@@ -120,6 +123,7 @@ def test_a_stored_case_is_reproduced_without_the_engine(
     assert "The stored data violate the law." in printed.output
 
 
+@pytest.mark.extended
 def test_a_case_of_our_kernels_is_run_on_them_again(tmp_path: Path) -> None:
     engine = recorded_engine(tmp_path, bug="window", window=6)
     while not engine.recorder.findings:
@@ -218,6 +222,7 @@ def test_the_replay_shows_a_stale_row_to_its_recorder(tmp_path: Path) -> None:
     assert recorder.step == 9
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("twins", [("reference",), ("optimized",), ("triton",)])
 def test_a_replay_with_a_recorder_raises_nothing(
     tmp_path: Path, twins: tuple[str, ...], device: torch.device
@@ -305,6 +310,7 @@ OF_LARGE_SCORES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", OF_LARGE_SCORES)
 @pytest.mark.parametrize("needle", [None, 28])
@@ -366,6 +372,7 @@ def _fail(*_args: Any) -> None:
     raise AssertionError("the host was made to wait for the device")
 
 
+@pytest.mark.extended
 def test_an_error_of_the_recorder_is_logged_once_and_the_engine_goes_on(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -420,6 +427,7 @@ def test_a_recorder_that_shall_stop_the_engine_raises(tmp_path: Path) -> None:
     assert raised.value.path == stored(tmp_path)[0]
 
 
+@pytest.mark.extended
 def test_the_caches_of_a_closed_engine_are_freed_and_the_next_one_is_checked(
     tmp_path: Path,
 ) -> None:
@@ -475,6 +483,7 @@ def test_a_damaged_or_missing_case_is_one_sentence(
     assert expected in printed.output
 
 
+@pytest.mark.extended
 def test_a_case_holds_no_token_ids(tmp_path: Path) -> None:
     engine = recorded_engine(tmp_path, bug="window", window=6)
     engine.run_to_the_end(40)
@@ -496,6 +505,7 @@ def test_a_case_holds_no_token_ids(tmp_path: Path) -> None:
     assert len(content["ring"]) == 15
 
 
+@pytest.mark.extended
 def test_two_engines_in_one_process_have_recorders_of_their_own(tmp_path: Path) -> None:
     clean = recorded_engine(tmp_path / "clean")
     broken = recorded_engine(tmp_path / "broken", bug="layout")

@@ -191,6 +191,7 @@ def test_a_slot_outside_of_the_cache_is_found_and_no_write_is_looked_for_there(
     assert [finding.law for finding in recorder.findings] == ["slots"]
 
 
+@pytest.mark.extended
 def test_rows_of_right_steps_are_compared_as_one_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -227,6 +227,7 @@ class Pool:
         return given
 
 
+@pytest.mark.extended
 @given(st.integers(0, 10**6))
 def test_a_correct_scheduler_of_two_groups_violates_no_law(seed: int) -> None:
     """Requests join, share prefixes, grow, are preempted and leave."""

@@ -387,6 +387,7 @@ def test_a_wrong_write_is_found(
     assert again.still is not None and again.still.law == "cache write"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "bug", [{"extra_keys": -1}, {"extra_keys": 1}, {"is_stale": True}], ids=str
 )
@@ -708,6 +709,7 @@ def test_a_graph_copies_rows_of_both_parts_of_a_query(
     assert checks.is_on and len(checks.findings) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_classes_of_each_version_have_the_arguments_that_are_wrapped(
     version: str,
@@ -723,6 +725,7 @@ def test_the_classes_of_each_version_have_the_arguments_that_are_wrapped(
         assert why_left_alone(PagetwinLatentBackend) == ""
 
 
+@pytest.mark.sample(2)
 @WITHOUT_GPU
 @pytest.mark.parametrize("bug", [None, "rope", "keys"])
 @pytest.mark.parametrize("version", [VERSIONS[0], VERSIONS[-1]])

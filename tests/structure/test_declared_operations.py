@@ -108,6 +108,7 @@ def cases_of(law: Law) -> Iterator[Any]:
             yield empty
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.name)
 def test_a_law_calls_only_the_operations_that_it_needs(law: Law) -> None:
     """A law that needs no operation is about any: it gets each operation alone."""

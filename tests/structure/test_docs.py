@@ -1,6 +1,5 @@
 """The documentation: it builds, covers every concept, names existing paths, and its code runs."""
 
-import ast
 import importlib
 import logging
 import re
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.contract.operations import CONCEPTS
-from support.source_tree import modules
+from support.source_tree import docstrings_of, modules
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -85,14 +84,9 @@ def test_every_docstring_is_parsed_without_a_warning(
 ) -> None:
     """A list of arguments over two lines was not; `mkdocs build --strict` failed on it."""
     found = []
-    for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-                words = ast.get_docstring(node) or ""
-                name = getattr(node, "name", "")
-                found += [
-                    f"{module}.{name}: {warning}" for warning in warnings_of(words)
-                ]
+    for module in modules():
+        for name, words in docstrings_of(module):
+            found += [f"{module}.{name}: {warning}" for warning in warnings_of(words)]
     assert not found, "\n".join(found)
 
 

@@ -11,7 +11,7 @@ import torch
 from pagetwin.contract.layouts import BLOCK, LAYER, KVCacheLayout
 from pagetwin.optimized.kernels.fp8 import has_fp8_encoding, has_native_fp8
 from pagetwin.tools.puzzles.tasks import PUZZLES
-from support.source_tree import imports, modules, tree_of
+from support.source_tree import docstrings_of, imports, modules, tree_of
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -241,10 +241,9 @@ def test_the_page_of_cache_operations_names_the_chips_that_convert_fp8(
 def described() -> list[tuple[str, Path, str]]:
     """Return every docstring with its module and file."""
     return [
-        (module, path, ast.get_docstring(node) or "")
+        (module, path, words)
         for module, path in modules().items()
-        for node in ast.walk(tree_of(module))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for _, words in docstrings_of(module)
     ]
 
 

@@ -3,6 +3,8 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
 from support.source_tree import ROOT
@@ -39,6 +41,12 @@ def names_in(message: str) -> Iterator[str]:
             yield last
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return a file's syntax tree."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     """Names of files, names that are defined, read or written, and strings that are names."""
@@ -46,7 +54,7 @@ def known() -> set[str]:
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             found.add(path.stem)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in ast.walk(parsed(path)):
                 match node:
                     case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                         found.add(name)
@@ -66,7 +74,7 @@ def test_the_names_in_errors_exist(folder: str, known: set[str]) -> None:
     unknown = {
         (path.relative_to(ROOT).as_posix(), name)
         for path in (ROOT / folder).rglob("*.py")
-        for message in messages(ast.parse(path.read_text(encoding="utf-8")))
+        for message in messages(parsed(path))
         for name in names_in(message)
         if name not in known | {*FOREIGN}
     }

@@ -62,6 +62,7 @@ def test_a_mistake_in_the_kernel_of_the_page_breaks_the_law(copy: Path) -> None:
     assert found["status"] == "broken" and found["launches"] > 0
 
 
+@pytest.mark.extended
 def test_a_family_without_an_estimate_is_an_error(copy: Path) -> None:
     name = "optimized/kernels/rows/family.py"
     change(copy, name, "    def estimate(", "    def guess(")

@@ -40,10 +40,13 @@ WORDS = {
     ),
 }
 """Pattern, and what to write instead."""
+ANY_WORDS = re.compile("|".join(f"(?:{pattern})" for pattern in WORDS), re.I)
 
 
 def matches(text: str) -> Iterator[tuple[int, str, str]]:
     """Yield line, words found and words to write instead."""
+    if not ANY_WORDS.search(text.replace("_", " ")):
+        return
     for number, line in enumerate(text.splitlines(), 1):
         # names of functions are sentences too
         words = line.replace("_", " ")

@@ -40,6 +40,23 @@ def tree_of(module: str) -> ast.Module:
     return ast.parse(modules()[module].read_text(encoding="utf-8"))
 
 
+@cache
+def docstrings_of(module: str) -> list[tuple[str, str]]:
+    """Return the name and the docstring of a module ("") and of each class and function in it."""
+    found = []
+    waiting: list[ast.AST] = [tree_of(module)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            words = ast.get_docstring(node) or ""
+            found.append((getattr(node, "name", ""), words))
+        # expressions, which are most nodes, contain none
+        waiting += [
+            each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)
+        ]
+    return found
+
+
 def absolute(module: str, node: ast.ImportFrom) -> str | None:
     """Return the module that a `from` statement names, without "pagetwin."; None if outside."""
     if not node.level:

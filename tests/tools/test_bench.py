@@ -109,6 +109,7 @@ def test_a_smoke_run_says_that_its_times_mean_nothing(smoke: Any) -> None:
     assert not any(workload["best_peer"] for workload in smoke.record["workloads"])
 
 
+@pytest.mark.extended
 def test_who_is_missing_or_declines_is_listed_with_the_reason(smoke: Any) -> None:
     for text in (smoke.result.output, smoke.files["md"].read_text()):
         assert "fa3 missing: needs a CUDA device" in text
@@ -124,6 +125,7 @@ def test_who_is_missing_or_declines_is_listed_with_the_reason(smoke: Any) -> Non
     assert entries["encoder-32x1500"]["same_work"]
 
 
+@pytest.mark.extended
 def test_a_record_says_with_what_it_was_made(smoke: Any) -> None:
     record = smoke.record
     assert set(record) == {
@@ -240,6 +242,7 @@ def test_every_round_has_inputs_of_its_own_that_other_workloads_do_not_change() 
     assert ours["runs"] == 4 and len(ours["rounds_us"]) == 2
 
 
+@pytest.mark.extended
 def test_kernels_are_named_by_the_plans_that_were_launched() -> None:
     """The plan cache of other calls keeps its plans."""
     from pagetwin.optimized.dispatch import dispatch

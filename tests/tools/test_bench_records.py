@@ -110,6 +110,7 @@ def test_a_ratio_is_compared_with_the_aim(
     assert found["at_most"] == workload.aim
 
 
+@pytest.mark.extended
 def test_a_record_of_a_gpu_is_drawn_with_its_roofline(
     gpu_record: dict[str, Any], tmp_path: Path
 ) -> None:

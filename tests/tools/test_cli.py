@@ -90,6 +90,7 @@ def test_a_replay_ends_with_tables_figures_and_a_page(pagetwin, tmp_path):
     ]
 
 
+@pytest.mark.extended
 def test_twins_agree_only_if_two_of_them_ran(pagetwin, tmp_path, monkeypatch):
     """A replay of the reference alone once ended with "The twins agree"."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -103,6 +104,7 @@ def test_twins_agree_only_if_two_of_them_ran(pagetwin, tmp_path, monkeypatch):
     assert re.search(r"The twins agree in all \d+ steps", two.output), two.output
 
 
+@pytest.mark.extended
 def test_a_replay_on_two_ranks_says_that_they_agree_with_one(pagetwin, tmp_path):
     small = ("--device", "cpu", "--requests", "2", "--twins", "reference")
     result = pagetwin("replay", *small, "--ranks", "2", "--json", "f.json")
@@ -115,6 +117,7 @@ def test_a_replay_on_two_ranks_says_that_they_agree_with_one(pagetwin, tmp_path)
     assert "One rank and 2 ranks gave the same bits in every step" in bits.output
 
 
+@pytest.mark.extended
 def test_steps_have_one_numbering(pagetwin, tmp_path):
     """The progress bar began at 0 and skipped idle times; the table counted."""
     result = pagetwin("replay", *SMALL, "--json", "f.json")
@@ -124,6 +127,7 @@ def test_steps_have_one_numbering(pagetwin, tmp_path):
     assert f"in all {steps} steps" in result.output
 
 
+@pytest.mark.extended
 def test_the_table_says_what_was_scaled_and_by_how_much(pagetwin, tmp_path):
     result = pagetwin("replay", *SMALL, "--json", "f.json")
     assert result.exit_code == 0, result.output
@@ -151,6 +155,7 @@ def test_the_table_says_what_was_scaled_and_by_how_much(pagetwin, tmp_path):
     assert full.output.count("as in the trace") == 2, full.output
 
 
+@pytest.mark.extended
 def test_the_page_loads_nothing(pagetwin, tmp_path):
     assert pagetwin("replay", *SMALL, "--report", "page.html").exit_code == 0
     page = (tmp_path / "page.html").read_text()
@@ -160,6 +165,7 @@ def test_the_page_loads_nothing(pagetwin, tmp_path):
     assert "http" not in re.sub(r"base64,[A-Za-z0-9+/=]+", "", page)
 
 
+@pytest.mark.extended
 def test_the_default_traffic_shows_what_the_page_explains(pagetwin, tmp_path):
     result = pagetwin(
         "replay", "--device", "cpu", "--twins", "reference", "--json", "f.json"
@@ -287,6 +293,7 @@ def test_a_report_without_its_libraries_is_rejected_before_the_replay(
     assert "pip install 'pagetwin[report]'" in result.output
 
 
+@pytest.mark.extended
 def test_a_replay_without_a_report_needs_no_drawing(pagetwin, monkeypatch):
     real = builtins.__import__
 
@@ -365,6 +372,7 @@ def test_help_names_every_exit_code(pagetwin, command):
     assert "Exit codes: 0, " in words and " 2, " in words, words
 
 
+@pytest.mark.sample(8)
 @pytest.mark.quick
 @pytest.mark.parametrize("width", [60, 80, 100, 120])
 @pytest.mark.parametrize(
@@ -424,6 +432,7 @@ def test_help_imports_nothing_heavy():
     assert "--token-budget" in done.stdout
 
 
+@pytest.mark.extended
 def test_commands_import_what_they_run():
     """Neither a twin before a command needs one, nor the optimized twin for bookkeeping."""
     script = (

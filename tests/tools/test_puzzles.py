@@ -39,6 +39,7 @@ def pagetwin(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.sample(2)
 @pytest.mark.quick
 @EACH
 def test_a_right_answer_is_accepted_in_less_than_five_seconds(puzzle, tmp_path):
@@ -170,6 +171,7 @@ def test_a_loop_or_a_crash_ends_only_its_own_check(tmp_path):
     assert not (tmp_path / "__pycache__").exists()
 
 
+@pytest.mark.extended
 @pytest.mark.quick
 def test_the_check_prints_the_counterexample_and_where_it_differs(pagetwin, tmp_path):
     assert pagetwin("mine", "1", "2", "4").exit_code == 0
@@ -212,6 +214,7 @@ def with_first_line(text: str, line: str) -> tuple[str, int]:
     return "".join(lines), body + 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("line", ["undefined_name", "1 // 0"])
 @EACH
 def test_an_error_in_an_answer_is_shown_once_with_its_line(
@@ -230,6 +233,7 @@ def test_an_error_in_an_answer_is_shown_once_with_its_line(
     assert not outcome.found and outcome.right
 
 
+@pytest.mark.extended
 def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
     text, number = with_first_line(solution_of("decode"), "undefined_name")
     (tmp_path / "12_decode.py").write_text(text)
@@ -238,6 +242,7 @@ def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
     assert f"in line {number} of 12_decode.py: undefined_name" in shown
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "puzzle",
     [puzzle for puzzle in PUZZLES if puzzle.laws],
@@ -276,6 +281,7 @@ def test_a_docstring_says_which_strides_the_tensors_have(puzzle):
         assert "contiguous tensors" in puzzle.template
 
 
+@pytest.mark.extended
 def test_who_solved_all_is_shown_folders_that_exist(pagetwin, tmp_path):
     (tmp_path / "07_gqa.py").write_text(solution_of("gqa"))
     shown = "".join(pagetwin("--check", "gqa").output.split())

@@ -24,11 +24,13 @@ from pagetwin.tools.replay.traffic import make_requests, next_tokens
 from small_replays import REFERENCE, small, wrong_twin
 
 
+@pytest.mark.extended
 def test_steps_are_numbered_from_one_without_gaps():
     records = list(Replay(small()).steps())
     assert [record.step for record in records] == list(range(1, len(records) + 1))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("trace", SHIPPED)
 def test_the_reference_agrees_with_itself(trace, dtype):
@@ -57,6 +59,7 @@ class Watched(Replay):
         return batch
 
 
+@pytest.mark.extended
 def test_preemption_changes_no_result():
     """Each token's attention, by request and position, is the same in a large cache."""
 
@@ -89,6 +92,7 @@ def test_preemption_changes_no_result():
     assert len(tight.keys() & roomy.keys()) > 0.9 * len(roomy)
 
 
+@pytest.mark.extended
 def test_one_seed_gives_one_replay_and_another_gives_another():
     def trail(seed: int):
         replay = Replay(small(seed=seed), with_holders=True)
@@ -118,6 +122,7 @@ def test_blocks_are_not_handed_out_in_order():
     assert row != sorted(row)
 
 
+@pytest.mark.extended
 def test_the_optimized_twin_agrees():
     script = (
         "import torch; torch.set_num_threads(1)\n"
@@ -168,6 +173,7 @@ def test_what_was_not_given_comes_from_the_device():
             choose_settings("cuda")
 
 
+@pytest.mark.extended
 def test_attention_is_computed_in_a_sample_of_steps():
     calls = []
 

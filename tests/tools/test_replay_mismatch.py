@@ -54,6 +54,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_twin_is_caught_stored_and_caught_again(name, tmp_path):
     operations, law = WRONG[name]

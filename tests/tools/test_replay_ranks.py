@@ -84,6 +84,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "twin", ["reference", pytest.param("optimized", marks=needs_interpreter)]
 )
@@ -95,6 +96,7 @@ def test_two_processes_compute_every_step_of_a_trace(twin: str) -> None:
     assert run(settings) > requests
 
 
+@pytest.mark.extended
 def test_ranks_with_copies_of_their_shares_compute_every_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -147,6 +149,7 @@ def test_two_gpus_compute_every_step_of_a_trace(splits: int) -> None:
     assert run(settings) > 2
 
 
+@pytest.mark.extended
 def test_with_fixed_splits_two_processes_give_the_bits_of_one_in_every_step() -> None:
     settings = on_two_ranks("reference", splits=4, layers=2)
     assert settings.names == (
@@ -156,6 +159,7 @@ def test_with_fixed_splits_two_processes_give_the_bits_of_one_in_every_step() ->
     assert run(settings) > 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_rank_is_caught_stored_and_caught_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -219,6 +219,7 @@ def test_labels_of_the_failing_tile_do_not_overlap(query: int) -> None:
         assert next_y - y >= 11
 
 
+@pytest.mark.extended
 def test_a_preemption_is_drawn_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are numbered from 1, and the triangles were drawn one step too early."""
     drawn: list[list[int]] = []
@@ -236,6 +237,7 @@ def test_a_preemption_is_drawn_at_its_step(monkeypatch: pytest.MonkeyPatch) -> N
     assert drawn == [preempted]
 
 
+@pytest.mark.extended
 def test_pictures_of_a_replay_keep_a_readable_width_and_can_be_scrolled() -> None:
     """On a screen of 390 px the pictures were as wide as the page, and their text 3 px high."""
     replay = Replay(small(), with_holders=True)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parents[1]
 RUN = """
 import torch
@@ -24,6 +26,7 @@ for name, group in sanitized.GROUPS.items():
 """
 
 
+@pytest.mark.extended
 def test_every_group_of_the_sanitizer_launches_its_kernels() -> None:
     """Several kernels had not run under the sanitizer, and nothing said so."""
     folders = [TESTS / "gpu", TESTS, *sys.path]

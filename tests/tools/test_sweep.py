@@ -41,6 +41,7 @@ def run(
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", sweep.KINDS)
 def test_every_alternative_computes_the_same(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
