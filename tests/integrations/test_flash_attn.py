@@ -399,6 +399,9 @@ def test_a_kernel_of_the_hub_has_the_functions_and_is_written_once(tmp_path):
 
 def test_a_kernel_of_the_hub_is_loaded_by_its_name(tmp_path, monkeypatch):
     kernels = pytest.importorskip("kernels", reason="kernels is not installed")
+    # a folder of tests has this name too
+    if not hasattr(kernels, "get_kernel"):
+        pytest.skip("kernels is not installed")
     folder = write_hub_kernel(tmp_path / "kernel", "reference")
     monkeypatch.setenv("LOCAL_KERNELS", f"pagetwin/flash-attn={folder}")
     found = kernels.get_kernel("pagetwin/flash-attn", version=1, trust_remote_code=True)

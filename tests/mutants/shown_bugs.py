@@ -60,8 +60,8 @@ class ShownBug:
 
     Args:
         slug: Name of the page.
-        fields: The first lines of the page: "kind", "mutant", "law", "threads", and optionally
-            "block_map", the moment that the block map shows.
+        fields: The first lines of the page: "kind", the changed "file", "mutant", "law",
+            "threads", and optionally "block_map", the moment that the block map shows.
         title: Its heading.
         parts: The text below each heading of PARTS.
     """
@@ -84,7 +84,8 @@ class ShownBug:
     @cached_property
     def mutant(self) -> Mutant:
         """The change that brings it back."""
-        return catalogue()[self.fields["mutant"]]
+        folder = self.fields["file"].removesuffix(".py")
+        return catalogue()[f"{folder}/{self.fields['mutant']}"]
 
     @property
     def threads(self) -> list[tuple[str, str]]:

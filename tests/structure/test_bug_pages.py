@@ -64,7 +64,7 @@ def test_each_kind_has_pages_and_the_index_has_one_line_per_page() -> None:
 
 @each_bug
 def test_a_page_has_all_of_its_parts(bug: ShownBug) -> None:
-    allowed = {"kind", "mutant", "law", "threads", "block_map"}
+    allowed = {"kind", "file", "mutant", "law", "threads", "block_map"}
     assert allowed - {"block_map"} <= set(bug.fields) <= allowed
     assert bug.kind in KINDS and bug.mutant.package == "reference"
     assert all(len(bug.parts[part].split()) >= 10 for part in PARTS)
