@@ -94,8 +94,8 @@ GOLDEN_LINE = pytest.StashKey[str]()
 @pytest.fixture(scope="session")
 def site() -> Path:
     """Build the documentation, and return its folder."""
-    for each in ("mkdocs", "mkdocstrings", "material"):
-        pytest.importorskip(each, reason="the docs extra is not installed")
+    for library in ("mkdocs", "mkdocstrings", "material"):
+        pytest.importorskip(library, reason="the docs extra is not installed")
     done = subprocess.run(
         # not quiet: mkdocs would drop the warnings before it counts them
         [sys.executable, "-m", "mkdocs", "build", "--strict"],

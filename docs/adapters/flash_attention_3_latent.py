@@ -94,7 +94,7 @@ def latent_decode_attention(
         "page_table": torch.where(owned, block_table, 0),
         "softmax_scale": (nope + q_pe.shape[2]) ** -0.5 if scale is None else scale,
     }
-    names = [each.name for each in FORWARD.default._schema.arguments]
+    names = [argument.name for argument in FORWARD.default._schema.arguments]
 
     # step: attend
     found, natural, *_ = FORWARD(*(arguments.get(name) for name in names))

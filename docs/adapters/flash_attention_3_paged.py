@@ -19,7 +19,7 @@ def find_operators():
     folders = (spec.submodule_search_locations or ()) if spec else ()
     files = [
         os.environ.get("PAGETWIN_FA3"),
-        *(Path(each, "vllm_flash_attn", "_vllm_fa3_C.abi3.so") for each in folders),
+        *(Path(folder, "vllm_flash_attn", "_vllm_fa3_C.abi3.so") for folder in folders),
     ]
     for file in files:
         if file is not None and Path(file).is_file():
@@ -101,7 +101,7 @@ def paged_attention(
         "softcap": logits_soft_cap or 0.0,
         "s_aux": sinks,
     }
-    names = [each.name for each in FORWARD.default._schema.arguments]
+    names = [argument.name for argument in FORWARD.default._schema.arguments]
 
     # step: attend
     result, natural, *_ = FORWARD(*(arguments.get(name) for name in names))

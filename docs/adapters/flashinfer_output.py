@@ -7,5 +7,7 @@ from flashinfer_paged import paged_attention as paged_attention
 
 SUPPORT = replace(
     WITH_LSE,
-    options={name: each for name, each in WITH_LSE.options.items() if name != "lse"},
+    options={
+        name: option for name, option in WITH_LSE.options.items() if name != "lse"
+    },
 )

@@ -92,21 +92,21 @@ def times_of(whole: dict[str, Any]) -> str:
     for name in DECODES:
         for way, words in WAYS.items():
             for exchange in ("all_to_all", "reduce_scatter"):
-                each = found[f"{name} {way} {exchange}"]
+                measured = found[f"{name} {way} {exchange}"]
                 lines.append(
                     f"| {name} | `{exchange}`, {words} | {found[name]['us']:.0f}"
-                    f" | {each['us']:.0f} | {each['times']:.2f} |"
+                    f" | {measured['us']:.0f} | {measured['times']:.2f} |"
                 )
-            each = found[f"{name} {way} splits 8 x 16"]
+            measured = found[f"{name} {way} splits 8 x 16"]
             lines.append(
-                f"| {name} | `KeySplits(8, 16)`, {words} | {each['one_rank_us']:.0f}"
-                f" | {each['us']:.0f} | {each['times_of_one_rank']:.2f} |"
+                f"| {name} | `KeySplits(8, 16)`, {words} | {measured['one_rank_us']:.0f}"
+                f" | {measured['us']:.0f} | {measured['times_of_one_rank']:.2f} |"
             )
     for suffix, words in PREFILLS.items():
-        each = found[f"prefill-1x32k{suffix}"]
+        measured = found[f"prefill-1x32k{suffix}"]
         lines.append(
-            f"| prefill-1x32k | {words} | {each['one_us']:.0f} | {each['all_us']:.0f}"
-            f" | {each['times']:.2f} |"
+            f"| prefill-1x32k | {words} | {measured['one_us']:.0f} | {measured['all_us']:.0f}"
+            f" | {measured['times']:.2f} |"
         )
     return "\n".join(lines)
 
@@ -143,10 +143,10 @@ def parallel_collectives() -> str:
     ]
     for name in DECODES:
         for way, words in WAYS.items():
-            each = found[f"{name} {way} collectives"]
+            measured = found[f"{name} {way} collectives"]
             lines.append(
-                f"| {name} | {words} | {each['queries']:.1f} | {each['packed_1']:.1f}"
-                f" | {each['lse']:.1f} | {each['rows_added']:.1f} |"
+                f"| {name} | {words} | {measured['queries']:.1f} | {measured['packed_1']:.1f}"
+                f" | {measured['lse']:.1f} | {measured['rows_added']:.1f} |"
             )
     return "\n".join(lines)
 

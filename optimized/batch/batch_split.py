@@ -102,8 +102,8 @@ def split_decodes_prefills_and_extends(
     num_tokens = common_attn_metadata.num_actual_tokens
     # tokens after the last request are padding of the last region
     extend_at, prefill_at = (
-        num_tokens if each == num_reqs else int(starts[each])
-        for each in (first_extend, first_prefill)
+        num_tokens if first == num_reqs else int(starts[first])
+        for first in (first_extend, first_prefill)
     )
     return (
         first_extend,

@@ -86,7 +86,7 @@ class MeasuredHalf(NamedTuple):
 
 def as_bits(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views of the tensors as integers of the same width."""
-    return tuple(each.view(AS_INTEGERS[each.element_size()]) for each in tensors)
+    return tuple(tensor.view(AS_INTEGERS[tensor.element_size()]) for tensor in tensors)
 
 
 def choose_tile(elements: int) -> int:

@@ -79,27 +79,27 @@ class RingContextParallel(PromptRanks):
             (get(name, rows, query, torch.float32), get(f"{name} lse", lses, query, torch.float32))
             for name in ("total", "partial")
         )  # fmt: skip
-        for number, each in enumerate(share.rounds):
-            is_last = each is share.rounds[-1]
+        for number, current in enumerate(share.rounds):
+            is_last = current is share.rounds[-1]
             if not is_last:
                 # step: start to send the held share to the next rank
                 arrived = self.ranks.start_shift(held, other, waits)
-            if each.max_seq_len:
+            if current.max_seq_len:
                 target = partial if number else total
                 # step: attend to the keys of the held share that precede each chunk
                 paged_attention(
                     query,
                     held[..., :size],
                     held[..., size:],
-                    each.block_table,
+                    current.block_table,
                     share.query_start_loc,
-                    each.seq_lens,
+                    current.seq_lens,
                     share.max_query_len,
-                    each.max_seq_len,
+                    current.max_seq_len,
                     scale=scale,
                     out=target[0],
                     lse=target[1],
-                    options=replace(options, causal=each.causal, sinks=None),
+                    options=replace(options, causal=current.causal, sinks=None),
                 )
                 if number:
                     # step: merge them with the results of the rounds before

@@ -81,9 +81,9 @@ class CommonAttentionState(CapturedSteps):
             padding = [buffer[live:]]
             if buffer.dim() == 2:
                 padding.append(buffer[:live, batch.shape[1] :])
-            for each in padding:
-                if each.numel():
-                    each.fill_(CAPTURE_VALUES[name])
+            for unused in padding:
+                if unused.numel():
+                    unused.fill_(CAPTURE_VALUES[name])
 
     def capture(
         self, function: Callable[..., Tensor], batch_size: int, *inputs: Tensor
@@ -98,7 +98,7 @@ class CommonAttentionState(CapturedSteps):
         check_step_inputs(inputs, batch_size)
         check_can_record(self.device, values_checked(self.device))
         # step: copy the inputs to persistent buffers
-        static_inputs = tuple(each.clone() for each in inputs)
+        static_inputs = tuple(tensor.clone() for tensor in inputs)
         with torch.cuda.device(self.device):
             # step: run the step once with harmless values
             stream = torch.cuda.Stream()

@@ -166,8 +166,8 @@ class CommonMetadataBuilder:
         np.cumsum([query_lens, seq_lens], axis=1, out=starts[:, 1:])
         # step: convert the placeholders to index maps
         placeholders = {
-            modality: each.index_map()
-            for modality, each in self.multimodal_placeholder_maps.items()
+            modality: placeholder_map.index_map()
+            for modality, placeholder_map in self.multimodal_placeholder_maps.items()
         }
         # step: copy everything to the device
         seq_lens_array = np.asarray(seq_lens, dtype=np.int32)

@@ -207,7 +207,9 @@ def split_decodes_prefills_and_extends(
     num_tokens = common_attn_metadata.num_actual_tokens
     bounds = [0, first_extend, first_prefill, num_reqs]
     # tokens after the last request are padding of the last region
-    offsets = [num_tokens if each == num_reqs else int(starts[each]) for each in bounds]
+    offsets = [
+        num_tokens if bound == num_reqs else int(starts[bound]) for bound in bounds
+    ]
     return (
         first_extend,
         first_prefill - first_extend,

@@ -104,7 +104,7 @@ class WantedTokensBuilder(AttentionMetadataBuilder):
         # the next class in the order of bases is the backend's own builder
         parent: Any = super()
         built = parent.build(common_prefix_len, wanted, fast_build)
-        values = {each.name: getattr(built, each.name) for each in fields(built)}
+        values = {field.name: getattr(built, field.name) for field in fields(built)}
         # the layer selects its queries from all tokens by these
         values["logits_indices_padded"] = whole.logits_indices_padded
         values["num_logits_indices"] = whole.num_logits_indices

@@ -338,7 +338,9 @@ class Scheduler:
     def _insert(self, queue: deque[Request] | list[Request], request: Request) -> None:
         """Insert a request at the end of a queue, or by its priority and its arrival."""
         if self.policy == "priority":
-            insort(queue, request, key=lambda each: (each.priority, each.arrival))
+            insort(
+                queue, request, key=lambda waiting: (waiting.priority, waiting.arrival)
+            )
         else:
             queue.append(request)
 

@@ -408,8 +408,8 @@ class BlockManager:
         """Return how many blocks are free and cached, once some are released and others taken."""
         if not passed and not computed_blocks:
             return len(self._free), len(self._cached)
-        released = [each for each in passed if self._ref_cnts[each] == 1]
-        num_known = sum(each in self._prefix_cache for each in released)
+        released = [block_id for block_id in passed if self._ref_cnts[block_id] == 1]
+        num_known = sum(block_id in self._prefix_cache for block_id in released)
         num_taken = sum(block_id in self._cached for block_id in computed_blocks)
         num_free = len(self._free) + len(released) - num_known
         return num_free, len(self._cached) + num_known - num_taken

@@ -57,7 +57,7 @@ def generate_block_hash_extra_keys(
     keys: list[Hashable] = []
     if start_token_idx == 0:
         named = ("lora", extra_keys.lora_name), ("salt", extra_keys.cache_salt)
-        keys += [each for each in named if each[1] is not None]
+        keys += [key for key in named if key[1] is not None]
     for feature in extra_keys.mm_features:
         begin, length = feature.offset, feature.length
         if max(begin, start_token_idx) < min(begin + length, end_token_idx):
@@ -134,7 +134,7 @@ class PrefixCache:
             if num_in_a_row >= min(end, max(1, num_visible)):
                 num_found = end
         first = max(0, num_found - num_visible)
-        found = [self._blocks_with[each][0] for each in contents[first:num_found]]
+        found = [self._blocks_with[content][0] for content in contents[first:num_found]]
         return [NULL_BLOCK_ID] * first + found
 
     def add(

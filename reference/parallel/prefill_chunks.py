@@ -45,15 +45,15 @@ def share_prompts(
         [
             start + position
             for start, query_len in zip(starts, query_lens, strict=True)
-            for chunk in zigzag_chunks(query_len, world_size, each)
+            for chunk in zigzag_chunks(query_len, world_size, owner)
             for position in chunk
         ]
-        for each in range(world_size)
+        for owner in range(world_size)
     ]
     max_tokens = max(len(tokens) for tokens in of_ranks)
     rows = torch.zeros(sum(query_lens), dtype=torch.int64, device=HOST)
-    for each, tokens in enumerate(of_ranks):
-        rows[tokens] = torch.arange(len(tokens), device=HOST) + each * max_tokens
+    for owner, tokens in enumerate(of_ranks):
+        rows[tokens] = torch.arange(len(tokens), device=HOST) + owner * max_tokens
     # each prompt begins in a block of its own
     blocks = [-(-query_len // block_size) for query_len in query_lens]
     slots = torch.zeros(sum(blocks) * block_size, dtype=torch.int64, device=HOST)

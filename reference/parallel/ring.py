@@ -130,12 +130,12 @@ class RingContextParallel(PromptRanks):
         dtype = torch.promote_types(query.dtype, torch.float32)
         total = query.new_zeros(tokens, heads, value.shape[-1], dtype=dtype)
         total_lse = total.new_full((heads, tokens), -torch.inf)
-        for each in share.rounds:
-            is_last = each is share.rounds[-1]
+        for current in share.rounds:
+            is_last = current is share.rounds[-1]
             if not is_last:
                 # step: start to send the held share to the next rank
                 arrived = self.ranks.start_shift(held, torch.empty_like(held))
-            if each.max_seq_len:
+            if current.max_seq_len:
                 # step: attend to the keys of the held share that precede each chunk
                 partial, partial_lse = (
                     torch.empty_like(of) for of in (total, total_lse)
@@ -144,16 +144,16 @@ class RingContextParallel(PromptRanks):
                     query,
                     held[..., :size],
                     held[..., size:],
-                    each.block_table,
+                    current.block_table,
                     share.query_start_loc,
-                    each.seq_lens,
+                    current.seq_lens,
                     share.max_query_len,
-                    each.max_seq_len,
+                    current.max_seq_len,
                     scale=scale,
                     out=partial,
                     lse=partial_lse,
                     compute_dtype=dtype,
-                    options=replace(options, causal=each.causal, sinks=None),
+                    options=replace(options, causal=current.causal, sinks=None),
                 )
                 # step: merge them with the results of the rounds before
                 merge_attn_states(

@@ -29,8 +29,8 @@ def list_rounds(
         block_size: Slots in a block of a share.
     """
     chunks = [
-        [zigzag_chunks(query_len, world_size, each) for query_len in query_lens]
-        for each in range(world_size)
+        [zigzag_chunks(query_len, world_size, owner) for query_len in query_lens]
+        for owner in range(world_size)
     ]
     blocks = [
         [-(-(len(front) + len(back)) // block_size) for front, back in of_rank]

@@ -183,7 +183,7 @@ class CommonAttentionState(CapturedSteps):
         attn_metadata = self.graph_capture_get_metadata_for_batch(batch_size)
         check_step_inputs(inputs, batch_size)
         # step: copy the inputs to persistent buffers
-        static_inputs = tuple(each.clone() for each in inputs)
+        static_inputs = tuple(tensor.clone() for tensor in inputs)
         # step: run the step once with harmless values
         output = function(attn_metadata, *static_inputs)
         check_step_output(output, batch_size)

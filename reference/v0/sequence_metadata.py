@@ -246,8 +246,8 @@ class CommonMetadataBuilder:
             seq_start_loc.append(seq_start_loc[-1] + seq_len)
         # step: convert the placeholders to index maps
         placeholders = {
-            modality: each.index_map()
-            for modality, each in self.multimodal_placeholder_maps.items()
+            modality: placeholder_map.index_map()
+            for modality, placeholder_map in self.multimodal_placeholder_maps.items()
         }
         # step: copy everything to the device
         metadata = SequenceAttentionMetadata(

@@ -87,7 +87,7 @@ def save_case(folder: Path, case: StoredCase, max_mib: int) -> Path:
         "versions": case.versions,
         "step": None if case.step is None else case.step.as_dict(),
     }
-    used = sum(each.stat().st_size for each in folder.glob(f"{PREFIX}-*.pt"))
+    used = sum(path.stat().st_size for path in folder.glob(f"{PREFIX}-*.pt"))
     left = max_mib * MEBI - used - _size(content)
     if left < 0:
         raise OSError(
@@ -95,8 +95,8 @@ def save_case(folder: Path, case: StoredCase, max_mib: int) -> Path:
             f" already have {used // MEBI} of max_mib = {max_mib}"
         )
     ring: list[dict[str, Any]] = []
-    for each in reversed(case.ring):
-        stored = each.as_dict()
+    for earlier in reversed(case.ring):
+        stored = earlier.as_dict()
         left -= _size(stored)
         if left < 0:
             break
@@ -143,7 +143,7 @@ def load_case(path: Path) -> StoredCase:
             sentence=content["sentence"],
             number=content["number"],
             step=None if step is None else HostStep.of_dict(step),
-            ring=tuple(HostStep.of_dict(each) for each in content["ring"]),
+            ring=tuple(HostStep.of_dict(step) for step in content["ring"]),
             versions=dict(content["versions"]),
         )
     except OSError:
@@ -178,7 +178,7 @@ def describe_history(case: StoredCase) -> Sequence[str]:
 
 
 def _shorten(blocks: Sequence[int]) -> str:
-    words = [str(each) for each in blocks]
+    words = [str(block) for block in blocks]
     if len(words) > 8:
         words = [*words[:4], "...", *words[-3:]]
     return " ".join(words)
@@ -189,7 +189,7 @@ def _size(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size() + 512
     if isinstance(value, dict):
-        return sum(_size(each) for each in value.values()) + 64
+        return sum(_size(part) for part in value.values()) + 64
     if isinstance(value, list | tuple):
-        return sum(_size(each) for each in value) + 64
+        return sum(_size(part) for part in value) + 64
     return len(str(value)) + 16

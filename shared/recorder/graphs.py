@@ -101,7 +101,7 @@ class GraphSamples:
         num_tokens, device = tensors.slot_mapping.shape[0], tensors.slot_mapping.device
         known = self._prepared.get(num_tokens)
         if known is None or known.rows.device != device:
-            others = [each for each in self._graphs if each != num_tokens]
+            others = [size for size in self._graphs if size != num_tokens]
             self._prepared[num_tokens] = _Graph(
                 num_tokens=num_tokens,
                 addresses={},
@@ -163,7 +163,7 @@ class GraphSamples:
         stride = max(1, num_tokens // self._num_rows)
         first %= stride
         tokens = [first + index * stride for index in range(self._num_rows)]
-        graph.tokens = tuple(min(each, num_tokens - 1) for each in tokens)
+        graph.tokens = tuple(min(token, num_tokens - 1) for token in tokens)
         rows = torch.tensor(graph.tokens)
         # without waiting: from pinned memory, in the order of the stream
         graph.rows.copy_(

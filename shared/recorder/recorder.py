@@ -130,20 +130,23 @@ class Recorder:
             output: the result.
             block_size: slots per block.
         """
-        finished = [each for each in self._running if each.is_finished]
-        self._running = [each.request for each in output.scheduled_requests]
+        finished = [request for request in self._running if request.is_finished]
+        self._running = [scheduled.request for scheduled in output.scheduled_requests]
         rows = [
             ScheduledRow(
-                each.request.request_id,
-                each.num_computed_tokens,
-                each.num_scheduled_tokens,
-                each.block_ids,
+                scheduled.request.request_id,
+                scheduled.num_computed_tokens,
+                scheduled.num_scheduled_tokens,
+                scheduled.block_ids,
             )
-            for each in output.scheduled_requests
+            for scheduled in output.scheduled_requests
         ]
         copied = [destination for _, destination in output.blocks_to_copy]
         self.blocks_changed([*output.new_block_ids, *copied])
-        freed = [*output.preempted_req_ids, *(each.request_id for each in finished)]
+        freed = [
+            *output.preempted_req_ids,
+            *(request.request_id for request in finished),
+        ]
         self.schedule(rows, block_size, freed)
 
     @guarded

@@ -70,7 +70,7 @@ class Reports:
         if finding is not None and finding.request_id is None and step is not None:
             row = -1 if finding.row is None else finding.row
             finding = replace(finding, request_id=self.names.get(row))
-        if finding is None or finding.law in [each.law for each in self.findings]:
+        if finding is None or finding.law in [finding.law for finding in self.findings]:
             return
         self.findings.append(finding)
         whose = f", {finding.request}" if finding.request else ""
@@ -82,7 +82,7 @@ class Reports:
                 sentence,
                 number,
                 step,
-                tuple(each for each in self.ring if each is not step),
+                tuple(earlier for earlier in self.ring if earlier is not step),
                 describe_versions(),
             )
             try:

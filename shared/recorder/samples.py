@@ -152,13 +152,13 @@ class Samples:
         """
         watched, self._watched = self._watched, self._next_watched
         self._next_watched = []
-        for each in watched:
-            step = step_of(each.group)
-            writes = self._last_write.get(each.group)
-            if step is None or writes is None or each.block_id in self._changed:
+        for block in watched:
+            step = step_of(block.group)
+            writes = self._last_write.get(block.group)
+            if step is None or writes is None or block.block_id in self._changed:
                 continue
             self._checked["blocks"] += 1
-            finding = check_watched(each, step, writes)
+            finding = check_watched(block, step, writes)
             self._reports.report(finding, step, step.number)
         # what changed since this step began is the next step's
         self._changed = {
@@ -180,7 +180,7 @@ class Samples:
         # a slot outside of the cache violates another law
         end = write.key_cache.shape[0] * write.key_cache.shape[1]
         slots = step.slot_mapping
-        stored = {each: row for each, row in rows.items() if 0 <= slots[each] < end}
+        stored = {token: row for token, row in rows.items() if 0 <= slots[token] < end}
         if not stored:
             return
         index = torch.tensor(list(stored.values())).to(write.key.device)

@@ -162,7 +162,7 @@ class HostStep:
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain numbers and tensors, to be stored."""
         stored: dict[str, Any] = {
-            each.name: getattr(self, each.name) for each in fields(self)
+            field.name: getattr(self, field.name) for field in fields(self)
         }
         for name in ARRAYS:
             stored[name] = torch.from_numpy(np.ascontiguousarray(stored[name]))

@@ -85,7 +85,7 @@ class CheckedSteps:
     def _check(self, copy: StepCopy, scheduled: ScheduledRows | None) -> None:
         step = copy.wait(self.num_blocks.get(copy.group))
         self._reports.ring.append(step)
-        others = [each for each in self._current.values() if isinstance(each, HostStep)]
+        others = [step for step in self._current.values() if isinstance(step, HostStep)]
         if self._current.get(copy.group) is copy:
             self._current[copy.group] = step
         self._reports.names, stranger, has_own_rows = {}, None, False

@@ -34,7 +34,9 @@ def check_block_rows(rows: Sequence[Sequence[int]], max_blocks: int) -> None:
                 f" {max_blocks}; make the table wider"
             )
         if len(row) and not 0 <= min(row) <= max(row) <= LARGEST_ID:
-            entry = next(i for i, each in enumerate(row) if not 0 <= each <= LARGEST_ID)
+            entry = next(
+                i for i, block_id in enumerate(row) if not 0 <= block_id <= LARGEST_ID
+            )
             raise IndexError(
                 f"rows[{req}][{entry}] = {row[entry]}: expected a block id from 0"
                 f" to {LARGEST_ID}"

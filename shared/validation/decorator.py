@@ -36,7 +36,9 @@ def validated(
             given = parameters.bind(*args, **kwargs)
             given.apply_defaults()
             every = given.arguments | {"contents": True}
-            check(**{name: each for name, each in every.items() if name in names})
+            check(
+                **{name: argument for name, argument in every.items() if name in names}
+            )
             with default_modes():
                 return operation(*args, **kwargs)
 

@@ -102,7 +102,7 @@ def _check_kind(attn_type: str, counting: dict[str, object]) -> None:
         attn_type: kind of attention.
         counting: options that depend on the distance between a query and a key, by name.
     """
-    kinds = [each.value for each in AttentionType]
+    kinds = [kind.value for kind in AttentionType]
     if attn_type not in kinds:
         raise ValueError(
             f"attn_type = {attn_type!r}: expected one of {', '.join(kinds)}"

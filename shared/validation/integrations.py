@@ -76,7 +76,7 @@ def read_ids(name: str, value: Any, hint: str = "") -> list[int]:
             f"{name} = {_shortened(value)} is {type(value).__name__}: expected a list of integers"
         )
     return [
-        read_int(f"{name}[{index}]", each, hint) for index, each in enumerate(value)
+        read_int(f"{name}[{index}]", number, hint) for index, number in enumerate(value)
     ]
 
 
@@ -98,7 +98,7 @@ def read_rows(name: str, value: Any) -> list[list[int]]:
             f"{name} = {_shortened(value)} is {type(value).__name__}: expected a list of lists of"
             " integers"
         )
-    return [read_ids(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    return [read_ids(f"{name}[{index}]", row) for index, row in enumerate(value)]
 
 
 def check_block_ids(name: str, rows: Sequence[Sequence[int]], num_blocks: int) -> None:
@@ -334,9 +334,9 @@ def check_seeds(seed: Any, num_prompts: int) -> list[int]:
         raise ValueError(
             f"seed has {len(seeds)} entries: expected {num_prompts}, one per prompt, or one number"
         )
-    for index, each in enumerate(seeds):
-        if not 0 <= each < 2**63:
-            raise ValueError(f"seed[{index}] = {each}: expected 0 <= seed < 2**63")
+    for index, entry in enumerate(seeds):
+        if not 0 <= entry < 2**63:
+            raise ValueError(f"seed[{index}] = {entry}: expected 0 <= seed < 2**63")
     return seeds
 
 
@@ -355,10 +355,10 @@ def check_streamers(streamer: Any, num_prompts: int) -> list[Any]:
             f"streamer is {len(streamers)} streamers: expected {num_prompts}, one per prompt (None"
             " for a prompt that is not streamed)"
         )
-    for index, each in enumerate(streamers):
-        if each is not None and not (hasattr(each, "put") and hasattr(each, "end")):
+    for index, entry in enumerate(streamers):
+        if entry is not None and not (hasattr(entry, "put") and hasattr(entry, "end")):
             raise TypeError(
-                f"streamer[{index}] = {_shortened(each)} is {type(each).__name__}: expected a"
+                f"streamer[{index}] = {_shortened(entry)} is {type(entry).__name__}: expected a"
                 " streamer of transformers, with put and end"
             )
     return list(streamers)

@@ -78,11 +78,11 @@ def check_one_position(queries: Tensor, keys: Tensor) -> int:
     """
     found: set[int] = set()
     for of_queries, of_keys in zip(queries, keys, strict=True):
-        rows, columns = (each.nonzero().flatten() for each in (of_queries, of_keys))
+        rows, columns = (real.nonzero().flatten() for real in (of_queries, of_keys))
         if not len(rows) or not len(columns):
             continue
-        for each in (rows, columns):
-            if int(each[-1] - each[0]) + 1 != len(each):
+        for places in (rows, columns):
+            if int(places[-1] - places[0]) + 1 != len(places):
                 raise NotImplementedError(
                     "padding among the tokens of a layer with a position bias: expected padding"
                     " on the left or the right, as the bias counts padding too"

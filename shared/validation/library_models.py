@@ -88,7 +88,7 @@ def check_no_rounded_alibi(model: str, has_alibi: bool) -> None:
 
 def check_no_merged_attention(model: str, classes: Iterable[type]) -> None:
     """Raise NotImplementedError for a decoder that merges self-attention and cross-attention."""
-    merged = [each.__name__ for each in classes if "MergedAttention" in each.__name__]
+    merged = [cls.__name__ for cls in classes if "MergedAttention" in cls.__name__]
     if merged:
         raise NotImplementedError(
             f"{model}: {merged[0]} computes one softmax over the keys of the decoder and of the"

@@ -158,7 +158,7 @@ def check_rank_attention(
     _check_results(query, value_cache.shape[-1], out, lse)
     reject_options(
         options,
-        tuple(each for each in options.given if each not in TAKEN),
+        tuple(option for option in options.given if option not in TAKEN),
         "a rank attends to its share of the keys, whose distances it does not know",
     )
     if options.causal not in (None, True):
@@ -204,7 +204,9 @@ def check_prefill_tokens(
     """Reject what would raise an error after the exchange, and options per request or token."""
     _check_tokens(query, key, value, len(share.tokens))
     batched = [
-        each for each in OPTIONS_PER_BATCH if isinstance(getattr(options, each), Tensor)
+        option
+        for option in OPTIONS_PER_BATCH
+        if isinstance(getattr(options, option), Tensor)
     ]
     reject_options(
         options, batched, "each rank has other requests, which are chunks of prompts"
@@ -213,7 +215,8 @@ def check_prefill_tokens(
     blocks = len(share.gathered_rows) // block_size, block_size
     # the shapes of the gathered keys and values
     key_cache, value_cache = (
-        each.new_empty(()).expand(*blocks, *each.shape[1:]) for each in (key, value)
+        tensor.new_empty(()).expand(*blocks, *tensor.shape[1:])
+        for tensor in (key, value)
     )
     check_paged_attention(
         query, key_cache, value_cache, share.block_table, share.query_start_loc, share.seq_lens,
@@ -243,7 +246,7 @@ def check_ring_tokens(
     _check_results(query, value.shape[-1], out, lse)
     reject_options(
         options,
-        tuple(each for each in options.given if each not in TAKEN_IN_A_RING),
+        tuple(option for option in options.given if option not in TAKEN_IN_A_RING),
         "the keys of a round have no positions; PrefillContextParallel takes options by position",
     )
     _check_causal(options)

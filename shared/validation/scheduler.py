@@ -219,7 +219,7 @@ def check_sampled_tokens(
             scheduled_request.request.request_id
             for scheduled_request in scheduled_requests
         }
-        ended -= {each.request.request_id for each in live}
+        ended -= {scheduled.request.request_id for scheduled in live}
         for request_id in sampled_token_ids.keys() - tokens.keys() - ended:
             raise ValueError(_describe_token(request_id, "is not expected"))
     return tokens

@@ -127,7 +127,7 @@ def check_micro_batch(
     # the keys of a sequence that is cut here may be distributed over ranks
     tokens_left_out = int(starts[requests.stop]) - tokens.stop
     local = (attn_metadata.dcp_local_seq_lens, attn_metadata.dcp_local_seq_lens_cpu)
-    if tokens_left_out > 0 and any(each is not None for each in local):
+    if tokens_left_out > 0 and any(positions is not None for positions in local):
         raise NotImplementedError(
             f"the micro-batch excludes {tokens_left_out} tokens of its last request, so"
             " that this rank's share of its keys (dcp_local_seq_lens) changes; cut the batch"

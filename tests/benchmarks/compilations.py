@@ -62,10 +62,10 @@ def main() -> None:
     pretend(CHIP, launches)
     mine, right = load_candidate("optimized"), load_candidate("reference")
     operations = {
-        name: counted(each, right.operations[name], launches, kernels)
-        if isfunction(each)
-        else each
-        for name, each in mine.operations.items()
+        name: counted(operation, right.operations[name], launches, kernels)
+        if isfunction(operation)
+        else operation
+        for name, operation in mine.operations.items()
     }
     setting = make_setting(Candidate("optimized", operations, Support()), "cpu")
     every: set[str] = set()

@@ -108,7 +108,7 @@ def buffers(work: Work) -> Callable[[], Any]:
 
     def build() -> Any:
         # the same blocks once more, so that the step stays the same
-        made._num_blocks[grown] = held[grown] - [len(each) for each in new]
+        made._num_blocks[grown] = held[grown] - [len(tokens) for tokens in new]
         made.append_blocks(grown, new)
         return made.build(lens, work.computed)
 

@@ -153,7 +153,9 @@ def main() -> int:
     if asked.archive is not None and (folder / "corpus").exists():
         with tarfile.open(asked.archive, "w:gz") as archive:
             archive.add(folder / "corpus", "corpus")
-    settings = {name: each for name, each in vars(asked).items() if name != "archive"}
+    settings = {
+        name: option for name, option in vars(asked).items() if name != "archive"
+    }
     record = machine | {
         "gpus": gpus,
         "command": settings | {"folder": ""},

@@ -66,7 +66,7 @@ class Decoder:
             shapes = [(HIDDEN, wide), (HIDDEN, HIDDEN), (HIDDEN, 2 * INNER)]
             shapes.append((INNER, HIDDEN))
             self.weights = [
-                [self._randn(*each) * 0.01 for each in shapes]
+                [self._randn(*shape) * 0.01 for shape in shapes]
                 for _ in range(self.layers)
             ]
         self.qkv = self._randn(self.reqs, HEADS + 2 * KV_HEADS, SIZE)

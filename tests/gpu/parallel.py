@@ -141,7 +141,9 @@ def describe(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "commit": given.commit,
         "date": datetime.date.today().isoformat(),
-        "devices": [torch.cuda.get_device_name(each) for each in range(given.ranks)],
+        "devices": [
+            torch.cuda.get_device_name(device) for device in range(given.ranks)
+        ],
         "torch": torch.__version__,
         "nccl": ".".join(map(str, nccl.version())),
         "triton": importlib.metadata.version("triton"),

@@ -38,7 +38,7 @@ class Job:
 
     def has_failed(self) -> bool:
         """Return whether anything that was said is a failure."""
-        return any("FAILED" in each["text"] for each in self.found.values())
+        return any("FAILED" in entry["text"] for entry in self.found.values())
 
     def say(self, name: str, text: str, **figures: Any) -> None:
         """Print a line on the first rank, and keep its figures."""

@@ -80,7 +80,7 @@ def setting_of(name: str) -> Setting:
 
 def joined(job: Job, ranks: RankGroup, parts: tuple[Tensor, ...]) -> list[Any]:
     """Return the tensors of all ranks, on the host."""
-    mine = tuple(each.cpu() for each in parts)
+    mine = tuple(part.cpu() for part in parts)
     return [mine] if ranks.world_size == 1 else job.gathered(mine)
 
 
@@ -112,8 +112,8 @@ def hold_bits(job: Job, name: str, ranks: RankGroup) -> int:
     """Compare the bits of fixed splits on all ranks with those on one."""
     count, world_size = 0, ranks.world_size
     splits = (8 * world_size, 1)
-    for each in SAME_BITS:
-        dealt = replace(each, group=heads_for(world_size, 8))
+    for case in SAME_BITS:
+        dealt = replace(case, group=heads_for(world_size, 8))
         one = rows_of_a_step(job, name, Shared(dealt, splits=splits), job.alone)
         for in_a_row in (1, 4):
             many = replace(dealt, ranks=world_size, in_a_row=in_a_row)
@@ -133,7 +133,7 @@ def hold_prefill(job: Job, name: str, ranks: RankGroup) -> int:
         call = prompts.call(setting.device)
         mine = prefill_parallel.run_rank(setting, prompts, call, ranks)
         found = prefill_parallel.in_order(joined(job, ranks, mine))
-        out, lse = (each.to(DEVICE) for each in found)
+        out, lse = (tensor.to(DEVICE) for tensor in found)
         expect_right(setting, call, (out, lse))
         if prompts.kind == "invariant":
             right, right_lse = torch.empty_like(out), torch.empty_like(lse)
@@ -152,7 +152,7 @@ def hold_ring(job: Job, name: str, ranks: RankGroup) -> int:
         for _ in range(2):
             mine = prefill_parallel.run_rank(setting, prompts, call, ranks)
             seen.append(prefill_parallel.in_order(joined(job, ranks, mine)))
-        out, lse = (each.to(DEVICE) for each in seen[0])
+        out, lse = (tensor.to(DEVICE) for tensor in seen[0])
         expect_right(setting, call, (out, lse), is_joined=True)
         for first, second in zip(*seen, strict=True):
             assert torch.equal(bits(first), bits(second)), (name, prompts)
@@ -163,10 +163,10 @@ def hold_heads(job: Job, name: str, ranks: RankGroup) -> int:
     """Compare heads and keys on several ranks with the oracle."""
     setting = setting_of(name)
     cases = tensor_parallel.BOTH[:2]
-    for each, tp_world_size in cases:
-        every = tp_world_size // each.ranks * ranks.world_size
+    for original, tp_world_size in cases:
+        every = tp_world_size // original.ranks * ranks.world_size
         group_size = every // tensor_parallel.KV_HEADS
-        dealt = replace(each, ranks=ranks.world_size, group=group_size)
+        dealt = replace(original, ranks=ranks.world_size, group=group_size)
         case = dealt, every
         rows, lses = [], []
         for group in tensor_parallel.groups_of(setting, case):
@@ -239,7 +239,7 @@ def hold_captured(job: Job, name: str, ranks: RankGroup) -> int:
         eager, graphed = (Stepping(ranks, exchange, splits) for _ in range(2))
         right = eager.run(eager.attend)
         lens = graphed.lens.clone()
-        caches = [each.clone() for each in graphed.caches]
+        caches = [cache.clone() for cache in graphed.caches]
         replay = captured(graphed.attend)
         graphed.lens.copy_(lens)
         for cache, first in zip(graphed.caches, caches, strict=True):
@@ -325,10 +325,10 @@ def hold_all(job: Job, name: str, way: str, laws: str) -> None:
             answer = f"{count} batches: {what}"
         except Exception as error:
             answer = f"FAILED: {what}: {type(error).__name__}: {str(error)[:400]}"
-        failed = [each for each in job.gathered(answer) if "FAILED" in each]
+        failed = [line for line in job.gathered(answer) if "FAILED" in line]
         # of all ranks, the one that failed
         job.say(f"law: {name} {way} {law}", failed[0] if failed else answer)
-        is_apart = any(RankError.__name__ in each for each in failed)
+        is_apart = any(RankError.__name__ in line for line in failed)
         if failed and (is_apart or len(failed) < job.groups[way].world_size):
             raise RanksApart(f"the ranks are apart since {law!r}; nothing else is run")
 

@@ -243,7 +243,7 @@ def summarise_replays(part: Record) -> list[str]:
             continue
         tokens = figures["tokens"]
         worst = max(
-            each["worst_share_of_budget"] for each in figures["agreement"].values()
+            figure["worst_share_of_budget"] for figure in figures["agreement"].values()
         )
         lines.append(
             f"| {trace} | {figures['requests']} | {figures['steps']:,} |"
@@ -282,7 +282,9 @@ def summarise(record: Record) -> str:
         lines += ["", f"## Tests: {counts or 'none'} ({part['ended']})", ""]
         reasons = part.get("skip_reasons", {}).items()
         lines += [f"- skipped {count}: {reason}" for reason, count in reasons]
-        lines += [f"- failed: {each['test']}" for each in part.get("failures", [])]
+        lines += [
+            f"- failed: {failure['test']}" for failure in part.get("failures", [])
+        ]
         lines += [f"- {part['error']}"] if "error" in part else []
     if "replay" in parts:
         lines += [

@@ -99,7 +99,7 @@ def check(folder: Path) -> bool:
         rows.append((f"graph, {fault or 'clean'}", law, first, recorder))
     for name, law, first, recorder in rows:
         state = "ok" if first == law else f"WRONG, expected {law}"
-        found = [each.found for each in recorder.findings]
+        found = [finding.found for finding in recorder.findings]
         print(f"{name}: {first}: {state} {recorder.checked} {found}", flush=True)
     return all(first == law for _, law, first, _ in rows)
 
@@ -162,7 +162,9 @@ def measure(folder: Path, graphs: bool, segments: int, **sizes: Any) -> dict[str
         if not segment:
             times = {"without": [], "with": []}
             host.clear()
-    medians = {name: statistics.median(each) * 1e3 for name, each in times.items()}
+    medians = {
+        name: statistics.median(measured) * 1e3 for name, measured in times.items()
+    }
     return {
         "device": torch.cuda.get_device_name(),
         **sizes,
@@ -173,7 +175,7 @@ def measure(folder: Path, graphs: bool, segments: int, **sizes: Any) -> dict[str
         "host_us": statistics.median(host) * 1e6,
         "host_us_max": max(host) * 1e6,
         "checked": recorder.checked,
-        "findings": [each.found for each in recorder.findings],
+        "findings": [finding.found for finding in recorder.findings],
         "is_on": recorder.is_on,
     }
 

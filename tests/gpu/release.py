@@ -121,8 +121,12 @@ def jobs() -> list[Job]:
             is_engine=True,
         ),
         *(
-            Job(f"sanitizer-{each}", ("sh", "-c", checked.format(plain, each)), 150)
-            for each in SANITIZED.split()
+            Job(
+                f"sanitizer-{checked_kernel}",
+                ("sh", "-c", checked.format(plain, checked_kernel)),
+                150,
+            )
+            for checked_kernel in SANITIZED.split()
         ),
         Job("serving", script("serving/several.py", "$OUT"), 560, ALL, is_engine=True),
         Job(
@@ -134,8 +138,8 @@ def jobs() -> list[Job]:
         Job("laws", twin, 430, ALL),
         Job("verdicts", others, 250, is_engine=True),
         *(
-            Job(f"sweep-{each}", sweep(each), 240, OWN, is_engine=True)
-            for each in ("decode", "verify", "write")
+            Job(f"sweep-{kind}", sweep(kind), 240, OWN, is_engine=True)
+            for kind in ("decode", "verify", "write")
         ),
         Job("warm-up", script("warm_up.py", "--threads", "1", "16"), 200, ALL),
         Job("equality", script("serving/phases.py", "$OUT"), 560, OWN, is_engine=True),
@@ -152,14 +156,14 @@ def place_on(job: Job, running: dict[Job, list[int]], gpus: int) -> list[int] | 
         running: the jobs that are running, with their GPUs.
         gpus: how many the host has.
     """
-    if any(each.place == ALL for each in running) or (job.place == ALL and running):
+    if any(other.place == ALL for other in running) or (job.place == ALL and running):
         return None
     if job.place == ALL:
         return [*range(gpus)]
     users: list[list[Job]] = [[] for _ in range(gpus)]
-    for each, places in running.items():
+    for other, places in running.items():
         for gpu in places:
-            users[gpu].append(each)
+            users[gpu].append(other)
     free = [
         gpu
         for gpu in range(gpus)
@@ -188,7 +192,7 @@ class Release:
         """Return the last exit code of each job that has ended. None means that it was stopped."""
         file = self.folder / "jobs.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        return {each["job"]: each["code"] for each in map(json.loads, lines)}
+        return {line["job"]: line["code"] for line in map(json.loads, lines)}
 
     def run_job(self, job: Job, places: list[int]) -> None:
         """Run one job on these GPUs, and write how it ended."""
@@ -213,7 +217,7 @@ class Release:
     def run(self, asked: list[Job]) -> int:
         """Run jobs in their order, and return the exit code of the whole run."""
         done = self.read_codes()
-        waiting = deque(each for each in asked if done.get(each.name) != 0)
+        waiting = deque(job for job in asked if done.get(job.name) != 0)
         left: list[str] = []
         futures: dict[Future[None], Job] = {}
         with ThreadPoolExecutor(len(asked)) as pool:
@@ -259,17 +263,15 @@ def main() -> int:
     add("--commit", help="default: what git says")
     asked = parser.parse_args()
     folder = asked.folder.resolve()
-    known = {each.name: each for each in jobs()}
+    known = {job.name: job for job in jobs()}
     if unknown := set(asked.only or ()) - set(known):
         parser.error(
             f"--only {' '.join(unknown)}: expected names of {', '.join(known)}"
         )
-    chosen = [
-        each for each in known.values() if not asked.only or each.name in asked.only
-    ]
+    chosen = [job for job in known.values() if not asked.only or job.name in asked.only]
     if asked.list:
-        for each in chosen:
-            print(f"{each.name:18} {each.seconds:4.0f} s  {each.place}")
+        for job in chosen:
+            print(f"{job.name:18} {job.seconds:4.0f} s  {job.place}")
         return 0
     said = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True

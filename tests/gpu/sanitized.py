@@ -271,14 +271,14 @@ def run_batch(batch: Batch, device: str) -> Tensor:
     block_table[:, :shared_blocks] = block_table[0, :shared_blocks].clone()
     shape = (sum(num_blocks), 16, batch.kv_heads)
     sizes = (batch.head_size, batch.value_size or batch.head_size)
-    key, value = (torch.randn(*shape, each).to(device, stored) for each in sizes)
+    key, value = (torch.randn(*shape, size).to(device, stored) for size in sizes)
     if batch.is_latent:
         value = key[..., :512]
     query = torch.randn(tokens, batch.heads, batch.head_size).to(device, batch.dtype)
     starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
     lengths = torch.tensor(batch.seq_lens, dtype=torch.int32)
     arguments: list[Any] = [query, key, value]
-    arguments += [each.to(device) for each in (block_table, starts, lengths)]
+    arguments += [tensor.to(device) for tensor in (block_table, starts, lengths)]
     arguments += [max(batch.query_lens), max(batch.seq_lens)]
     attend: Any = paged_attention.paged_attention
     if batch.shared_prefix:

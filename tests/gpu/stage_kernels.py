@@ -95,7 +95,7 @@ def main() -> None:
         for name, text in STAND_INS.items()
     }
     with zipfile.ZipFile(asked.wheel) as wheel:
-        files |= {OPS + each: wheel.read(OPS + each).decode() for each in KERNELS}
+        files |= {OPS + kernel: wheel.read(OPS + kernel).decode() for kernel in KERNELS}
     for name, text in files.items():
         path = asked.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -188,19 +188,19 @@ def alternatives(kind: str, device: str) -> list[Ours]:
         split = (launches, "split_short_decodes")
         found = [Forced(device, "stream-k", *split, split_among(0))]
         return found + [
-            Forced(device, f"few-{each:g}", *split, split_among(each))
-            for each in PROGRAMS
+            Forced(device, f"few-{program:g}", *split, split_among(program))
+            for program in PROGRAMS
         ]
     if kind == "write":
         tokens = (cache_ops, "choose_tokens")
         return [
-            Forced(device, f"tokens-{each}", *tokens, lambda _, each=each: each)
-            for each in TOKENS
+            Forced(device, f"tokens-{count}", *tokens, lambda _, count=count: count)
+            for count in TOKENS
         ]
     path = (AttentionPlan, "choose")
     found = [Forced(device, "prefill", *path, lambda *_: None)]
     return found + [
-        Forced(device, f"append-{each:g}", *path, append_in(each)) for each in SHARES
+        Forced(device, f"append-{share:g}", *path, append_in(share)) for share in SHARES
     ]
 
 
@@ -211,7 +211,7 @@ def describe(workload: Workload, entries: dict[str, Entry]) -> dict[str, Any]:
         workload: the batch.
         entries: what the benchmark measured, by name of an alternative or a library.
     """
-    times = {name: each.median for name, each in entries.items()}
+    times = {name: entry.median for name, entry in entries.items()}
     known = {name: time for name, time in times.items() if time is not None}
     others = [time for name, time in known.items() if name.startswith("ours-")]
     line: dict[str, Any] = {
@@ -224,9 +224,9 @@ def describe(workload: Workload, entries: dict[str, Entry]) -> dict[str, Any]:
         "us": {name: round(time, 2) for name, time in known.items()},
         "kernels": entries["ours"].kernels,
         "failed": {
-            name: each.reason
-            for name, each in entries.items()
-            if times[name] is None and each.reason
+            name: entry.reason
+            for name, entry in entries.items()
+            if times[name] is None and entry.reason
         },
     }
     if "ours" in known and others:
@@ -241,12 +241,12 @@ def summarize(lines: list[dict[str, Any]]) -> str:
     """Return the mean and the worst regret, and the same of the ratios, in one paragraph."""
     words = []
     for name in ("regret", "ratio_to_fa3", "ratio_to_vllm"):
-        found = [(each[name], each["name"]) for each in lines if name in each]
+        found = [(line[name], line["name"]) for line in lines if name in line]
         if found:
             mean = statistics.geometric_mean([value for value, _ in found])
             worst, where = max(found)
             words.append(f"{name}: mean {mean:.3f}, worst {worst:.3f} ({where})")
-    failed = [each["name"] for each in lines if each["failed"]]
+    failed = [line["name"] for line in lines if line["failed"]]
     return f"{len(lines)} batches; {'; '.join(words)}; failures in {failed or 'none'}"
 
 
@@ -266,8 +266,8 @@ def main() -> int:
     asked = parser.parse_args()
     device = "cpu" if asked.smoke else "cuda"
     known = asked.out.read_text().splitlines() if asked.out.exists() else []
-    lines = [each for each in map(json.loads, known) if "name" in each]
-    done = {each["name"] for each in lines}
+    lines = [line for line in map(json.loads, known) if "name" in line]
+    done = {line["name"] for line in lines}
     libraries = [Ours(device), *alternatives(asked.kind, device)]
     if not asked.smoke:
         is_write = asked.kind == "write"
@@ -278,8 +278,8 @@ def main() -> int:
     for number in asked.only or range(asked.shapes):
         name = f"{asked.kind}-{asked.seed}-{number}"
         if name not in done:
-            each = draw_workload(asked.kind, name, random.Random(name))
-            workloads.append(each.tiny() if asked.smoke else each)
+            drawn = draw_workload(asked.kind, name, random.Random(name))
+            workloads.append(drawn.tiny() if asked.smoke else drawn)
     with asked.out.open("a") as file:
 
         def keep(workload: Workload, *_: Any) -> None:
@@ -299,7 +299,7 @@ def main() -> int:
         bench = Benchmark(settings, libraries, on_measured=keep)
         bench.run()
     print(summarize(lines))
-    wrong = any(each.startswith("ours") for line in lines for each in line["failed"])
+    wrong = any(name.startswith("ours") for line in lines for name in line["failed"])
     return int(wrong or bench.ended != "complete")
 
 

@@ -86,8 +86,8 @@ def library_of(name: str, given: list[str]) -> str:
         name: The adapter.
         given: What the command line says about libraries, each "adapter=library and version".
     """
-    for each in given:
-        adapter, _, library = each.partition("=")
+    for words in given:
+        adapter, _, library = words.partition("=")
         if adapter == name:
             return library
     package = LIBRARIES.get(name, "pagetwin")
@@ -132,31 +132,34 @@ def summarize(lines: Path) -> Record:
             lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []
         )
     ]
-    if why := [each["why"] for each in found if "why" in each]:
+    if why := [entry["why"] for entry in found if "why" in entry]:
         return {"why": why[0], "counts": {}, "laws": [], "undeclared": {}}
-    results = [each for each in found if "law" in each]
-    counts = Counter(each["status"] for each in results)
+    results = [entry for entry in found if "law" in entry]
+    counts = Counter(result["status"] for result in results)
     judged = [
-        each
-        for each in results
-        if each["status"] != "undeclared"
-        and (each["status"] != "not finished" or each["cases"])
+        result
+        for result in results
+        if result["status"] != "undeclared"
+        and (result["status"] != "not finished" or result["cases"])
     ]
     reasons = Counter(
         "operations that are not declared"
-        if each["reason"].startswith("needs ")
-        else each["reason"]
-        for each in results
-        if each["status"] == "undeclared"
+        if result["reason"].startswith("needs ")
+        else result["reason"]
+        for result in results
+        if result["status"] == "undeclared"
     )
-    symptoms = [each["symptoms"] for each in found if "symptoms" in each]
+    symptoms = [entry["symptoms"] for entry in found if "symptoms" in entry]
     late = counts["not finished"]
     ended = f"{late} laws are not finished" if late else "all laws were judged"
     return {
         "ended": ended if symptoms else "stopped",
         "counts": dict(sorted(counts.items())),
-        "cases": sum(each["cases"] - each["skipped"] for each in judged),
-        "laws": [law_of(each) for each in sorted(judged, key=lambda each: each["law"])],
+        "cases": sum(result["cases"] - result["skipped"] for result in judged),
+        "laws": [
+            law_of(result)
+            for result in sorted(judged, key=lambda result: result["law"])
+        ],
         "symptoms": symptoms[0] if symptoms else [],
         "undeclared": dict(reasons.most_common()),
     }
@@ -238,7 +241,7 @@ def main() -> int:
     asked.folder.mkdir(parents=True, exist_ok=True)
     if asked.one:
         return judge_here(asked.one, asked.lines, asked)
-    names = [each.stem for each in sorted(ADAPTERS.glob("*.py"))] + [*TWINS]
+    names = [path.stem for path in sorted(ADAPTERS.glob("*.py"))] + [*TWINS]
     names = asked.adapters.split(",") if asked.adapters else names
     record = describe_machine(asked.commit, asked.device)
     settings = ("only", "examples", "limit", "seconds_of_a_law", "seconds_of_a_case")

@@ -60,7 +60,7 @@ def count_wrong(
     """Make all calls, and return how many outputs are not 0, which all values are."""
     wrong = 0
     for lens, keys in CALLS:
-        new = [min(each, longest) for each in lens]
+        new = [min(length, longest) for length in lens]
         keys = max(keys, *new)
         starts = torch.tensor([0, *new], device="cuda").cumsum(0).int()
         query = torch.randn(
@@ -80,7 +80,7 @@ def run(name: str, threads: int) -> dict[str, Any]:
     compiled: list[tuple[str, float]] = []
 
     def note(src: Any, metadata: Any, group: Any, times: Any, hit: bool) -> None:
-        stages = sum(each for _, each in times.lowering_stages)
+        stages = sum(stage for _, stage in times.lowering_stages)
         compiled.append((src.name, (times.ir_initialization + stages) / 1e6))
 
     triton.knobs.compilation.listener = note
@@ -112,7 +112,7 @@ def run(name: str, threads: int) -> dict[str, Any]:
     before = len(compiled)
     longest = bounds["max_query_len"]
     found["wrong"] = sum(
-        count_wrong(key, value, heads, each, longest) for each in options
+        count_wrong(key, value, heads, option, longest) for option in options
     )
     torch.cuda.synchronize()
     found["compiled_later"] = [kernel for kernel, _ in compiled[before:]]

@@ -32,13 +32,13 @@ def version(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("implementation", ["reference", "optimized"])
-@pytest.mark.parametrize("each", VERSIONS)
+@pytest.mark.parametrize("version", VERSIONS)
 def test_steps_of_prefills_and_decodes_are_exact_in_the_cache_of_each_version(
-    each: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+    version: str, implementation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PAGETWIN_VLLM_IMPLEMENTATION", implementation)
-    with fake_vllm(each):
-        steps = EngineSteps(each)
+    with fake_vllm(version):
+        steps = EngineSteps(version)
         assert max(steps.step(lens) for lens in MIXED) <= 1
 
 
@@ -63,11 +63,11 @@ def test_every_option_of_a_layer_is_exact(version: str, options: Any) -> None:
     assert max(steps.step(lens) for lens in MIXED) <= 1
 
 
-@pytest.mark.parametrize("each", VERSIONS)
-def test_the_key_of_a_state_is_stored_before_its_value(each: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_key_of_a_state_is_stored_before_its_value(version: str) -> None:
     """As vLLM's own backends have it, and what transfers caches between engines."""
-    with fake_vllm(each):
-        steps = EngineSteps(each)
+    with fake_vllm(version):
+        steps = EngineSteps(version)
         key, value = steps.impl._split(steps.cache)
         size = steps.cache.element_size()
         apart = (value.data_ptr() - key.data_ptr()) // size
@@ -302,13 +302,13 @@ def test_a_captured_step_reads_the_buffers_of_each_replay(version: str) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("each", VERSIONS)
-def test_latent_decodes_are_exact(each: str, fp8: bool) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_latent_decodes_are_exact(version: str, fp8: bool) -> None:
     """Two decodes of other lengths, as speculative decoding has them, and a prefill after them.
 
     An FP8 cache is written and read once more after new weights were loaded.
     """
-    with fake_vllm(each, use_mla=True):
+    with fake_vllm(version, use_mla=True):
         assert latent_step(fp8) <= 1
 
 
@@ -449,12 +449,12 @@ def test_few_new_tokens_are_a_decode_where_the_kernel_of_the_chip_computes_them(
             assert layer.impl.bounds.decode_query_len == max(of_device, 4)
 
 
-@pytest.mark.parametrize("each", [VERSIONS[0], NEWEST])
+@pytest.mark.parametrize("version", [VERSIONS[0], NEWEST])
 def test_the_bound_of_a_latent_decode_is_that_of_the_decodes_of_its_step(
-    each: str,
+    version: str,
 ) -> None:
     """A prefill of the same step has more new tokens, and requests of a graph may have none."""
-    with fake_vllm(each, use_mla=True):
+    with fake_vllm(version, use_mla=True):
         from pagetwin.integrations.vllm.latent_builder import PagetwinLatentBuilder
 
         module = sys.modules["vllm.model_executor.layers.attention.mla_attention"]

@@ -91,10 +91,10 @@ def test_messages_appear_in_the_log_of_vllm_unless_the_user_configured_them(
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("each", VERSIONS)
-def test_a_model_with_latent_attention_gets_the_backend_for_it(each: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_model_with_latent_attention_gets_the_backend_for_it(version: str) -> None:
     for use_mla, name in ((False, "PagetwinBackend"), (True, "PagetwinLatentBackend")):
-        with fake_vllm(each, use_mla):
+        with fake_vllm(version, use_mla):
             from pagetwin.integrations.vllm.plugin import choose_backend
 
             assert choose_backend().__name__ == name
@@ -162,9 +162,9 @@ def test_common_layers_are_not_rejected(version: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
-@pytest.mark.parametrize("each", [OLDEST, NEWEST])
-def test_prefill_context_parallelism_is_rejected(each: str, use_mla: bool) -> None:
-    with fake_vllm(each, use_mla):
+@pytest.mark.parametrize("version", [OLDEST, NEWEST])
+def test_prefill_context_parallelism_is_rejected(version: str, use_mla: bool) -> None:
+    with fake_vllm(version, use_mla):
         from pagetwin.integrations.vllm.plugin import choose_backend
 
         impl = choose_backend().get_impl_cls()

@@ -1,12 +1,15 @@
-"""Digests of code: they change with what is computed, not with comments or docstrings."""
+"""Digests of code: they change with what is computed, not with prose or names of variables."""
 
 import ast
 import hashlib
+import itertools
+from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).parent
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def short_hash(*texts: str) -> str:
@@ -20,7 +23,7 @@ def statements(text: str) -> list[ast.stmt]:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            kept = [each for each in body if not _is_prose(each)]
+            kept = [statement for statement in body if not _is_prose(statement)]
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
     return tree.body
 
@@ -31,7 +34,7 @@ def definitions(text: str) -> list[str]:
     found: list[str] = []
     for statement in ast.parse(text).body:
         decorators = getattr(statement, "decorator_list", [])
-        first = min(each.lineno for each in (*decorators, statement))
+        first = min(decorator.lineno for decorator in (*decorators, statement))
         # statements of one line are taken together
         if not _is_prose(statement) and first > last:
             last = statement.end_lineno or first
@@ -46,9 +49,59 @@ def _definitions_in(part: str) -> tuple[str, ...]:
     for statement in statements(part):
         if isinstance(statement, ast.ClassDef):
             own, statement.body = statement.body, []
-            found += [f"{statement.name}.{written_out(each)}" for each in own]
+            for member in own:
+                number_variables(member)
+                found.append(f"{statement.name}.{written_out(member)}")
+        number_variables(statement)
         found.append(written_out(statement))
     return tuple(found)
+
+
+def number_variables(statement: ast.stmt) -> None:
+    """Replace the names of local variables by numbers, so that another name is the same code.
+
+    Local are the variables that a function sets, those of comprehensions, and the arguments of
+    lambdas. A variable of a function keeps its name if an argument, an import, a nested definition
+    or an attribute of a nested class has it too.
+
+    Args:
+        statement: modified in place.
+    """
+    nodes, count = list(ast.walk(statement)), itertools.count()
+    # inner scopes first: their variables hide those of outer ones
+    for scope in reversed(nodes):
+        local: set[str] = set()
+        if isinstance(scope, COMPREHENSIONS):
+            targets = [generator.target for generator in scope.generators]
+            local = {name for target in targets for name in _stored_in(target)}
+        elif isinstance(scope, ast.Lambda):
+            local = {argument.arg for argument in scope.args.args}
+        elif scope is statement and isinstance(scope, ast.FunctionDef):
+            local = _stored_in(scope) - {name for node in nodes for name in _kept(node)}
+        numbers: dict[str, str] = defaultdict(lambda: f"variable {next(count)}")
+        for node in ast.walk(scope) if local else ():
+            if isinstance(node, ast.Name) and node.id in local:
+                node.id = numbers[node.id]
+            elif isinstance(node, ast.arg) and node.arg in local:
+                node.arg = numbers[node.arg]
+
+
+def _stored_in(node: ast.AST) -> set[str]:
+    return {
+        part.id
+        for part in ast.walk(node)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+    }
+
+
+def _kept(node: ast.AST) -> set[str]:
+    """Return names that a node of a function defines otherwise than by setting a variable."""
+    if isinstance(node, (ast.Global, ast.Nonlocal)):
+        return set(node.names)
+    if isinstance(node, (ast.Name, ast.Constant, ast.Attribute, ast.keyword)):
+        return set()
+    texts = {value for _, value in ast.iter_fields(node) if isinstance(value, str)}
+    return texts | (_stored_in(node) if isinstance(node, ast.ClassDef) else set())
 
 
 def written_out(node: object) -> str:
@@ -93,5 +146,5 @@ def change_digest(path: Path, changed: str) -> str:
     """
     before, after = definitions_of(path), definitions(changed)
     kept = set(before) & set(after)
-    parts = [each for each in (*before, "->", *after) if each not in kept]
+    parts = [member for member in (*before, "->", *after) if member not in kept]
     return short_hash(*parts)

@@ -123,9 +123,9 @@ def read_reasons(path: Path) -> dict[str, str]:
     """Return why mutants are equivalent, by id, from a TOML file."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"]
     return {
-        name: " ".join(each["reason"].split())
-        for each in found
-        for name in each["mutants"]
+        name: " ".join(entry["reason"].split())
+        for entry in found
+        for name in entry["mutants"]
     }
 
 
@@ -147,7 +147,7 @@ def generate(
             is_kernel = any("jit" in ast.unparse(d) for d in node.decorator_list)
             found += list(_of_function(file, text, function, node, is_kernel))
     own = reasons or {}
-    return [_with_reason(each, own.get(each.id, "")) for each in found]
+    return [_with_reason(mutant, own.get(mutant.id, "")) for mutant in found]
 
 
 def sample(mutants: Sequence[Generated], count: int, seed: int) -> list[Generated]:
@@ -169,9 +169,9 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
         if isinstance(node, ast.FunctionDef):
             yield node.name, node
         elif isinstance(node, ast.ClassDef):
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef):
-                    yield f"{node.name}.{each.name}", each
+            for member in node.body:
+                if isinstance(member, ast.FunctionDef):
+                    yield f"{node.name}.{member.name}", member
 
 
 def _of_function(
@@ -182,14 +182,14 @@ def _of_function(
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     # neither prose nor annotations nor error messages
-    body = [each for each in node.body if not _is_prose(each)]
-    nodes = [each for statement in body for each in _walk(statement)]
-    names = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
+    body = [statement for statement in node.body if not _is_prose(statement)]
+    nodes = [node for statement in body for node in _walk(statement)]
+    names = {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
     numbers = dict.fromkeys(OPERATORS, 0)
     seen: set[tuple[int, int, str]] = set()
     for operator, edits_of in EDITS.items():
-        for each in nodes:
-            for target, new in edits_of(each, names, nodes, is_kernel):
+        for changed in nodes:
+            for target, new in edits_of(changed, names, nodes, is_kernel):
                 begin, end = _span(target, starts)
                 if (begin, end, new) in seen:
                     continue
@@ -228,9 +228,9 @@ def _walk(node: Node) -> Iterator[Node]:
     for name, value in ast.iter_fields(node):
         if name == "annotation":
             continue
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, ast.AST):
-                yield from _walk(each)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, ast.AST):
+                yield from _walk(part)
 
 
 # ---- the operators: each yields the edits of one node
@@ -273,7 +273,9 @@ def _conjunct(node: Node, *_: object) -> Iterator[Edit]:
 
 def _mask(node: Node, *_: object) -> Iterator[Edit]:
     if isinstance(node, ast.Call) and _last_name(node.func) in ("load", "store"):
-        rest = [each for each in node.keywords if each.arg not in ("mask", "other")]
+        rest = [
+            keyword for keyword in node.keywords if keyword.arg not in ("mask", "other")
+        ]
         if len(rest) < len(node.keywords):
             yield node, ast.unparse(ast.Call(node.func, node.args, rest))
 
@@ -283,7 +285,7 @@ def _constant(
 ) -> Iterator[Edit]:
     if not isinstance(node, ast.Constant) or type(node.value) not in (int, float):
         return
-    if any(isinstance(each, ast.Call) and _is_axis(each, node) for each in nodes):
+    if any(isinstance(other, ast.Call) and _is_axis(other, node) for other in nodes):
         return
     yield node, repr(node.value + 1)  # type: ignore[operator]
     if node.value:
@@ -293,9 +295,9 @@ def _constant(
 def _is_axis(call: ast.Call, constant: ast.Constant) -> bool:
     """Return whether a number is the axis of a reduction, where another one is rejected."""
     name = _last_name(call.func)
-    axes = [*call.args[1:], *(each.value for each in call.keywords)]
+    axes = [*call.args[1:], *(keyword.value for keyword in call.keywords)]
     return name in ("sum", "max", "min", "cumsum", "program_id", "num_programs") and (
-        any(each is constant for each in (*axes, *call.args))
+        any(axis is constant for axis in (*axes, *call.args))
     )
 
 
@@ -309,7 +311,7 @@ def _arguments(node: Node, *_: object) -> Iterator[Edit]:
         is_same_kind = _kind(left) == _kind(right) != "tuple"
         if is_same_kind and ast.dump(left) != ast.dump(right):
             other = {id(left): right, id(right): left}
-            args = [other.get(id(each), each) for each in node.args]
+            args = [other.get(id(argument), argument) for argument in node.args]
             yield node, ast.unparse(ast.Call(node.func, args, node.keywords))
 
 
@@ -361,7 +363,7 @@ def _arithmetic(node: Node, *_: object) -> Iterator[Edit]:
             yield node, left
             yield node, right
     if isinstance(node, ast.Call) and _last_name(node.func) == "cdiv":
-        left, right = (_written(each) for each in node.args[:2])
+        left, right = (_written(argument) for argument in node.args[:2])
         yield node, f"({left} // {right})"
 
 
@@ -377,19 +379,19 @@ def _statement(
             yield node, "pass"
     if isinstance(node, ast.Assign):
         before = names | {
-            each.id
-            for each in nodes
-            if isinstance(each, ast.Name)
-            and isinstance(each.ctx, ast.Store)
-            and each.lineno < node.lineno
+            other.id
+            for other in nodes
+            if isinstance(other, ast.Name)
+            and isinstance(other.ctx, ast.Store)
+            and other.lineno < node.lineno
         }
         stored = {
-            each.id
+            part.id
             for target in node.targets
-            for each in ast.walk(target)
-            if isinstance(each, ast.Name)
+            for part in ast.walk(target)
+            if isinstance(part, ast.Name)
         }
-        is_item = any(isinstance(each, ast.Subscript) for each in node.targets)
+        is_item = any(isinstance(target, ast.Subscript) for target in node.targets)
         if stored <= before or is_item:
             yield node, "pass"
 
@@ -413,8 +415,8 @@ def _bound(node: Node, *_: object) -> Iterator[Edit]:
             isinstance(node.func, ast.Attribute)
         )
         if len(node.args) == 2 and not is_reduction:
-            for each in node.args:
-                yield node, _written(each)
+            for argument in node.args:
+                yield node, _written(argument)
 
 
 def _counterpart(
@@ -423,8 +425,8 @@ def _counterpart(
     if not isinstance(getattr(node, "ctx", None), ast.Load):
         return
     name = _last_name(node)
-    known = {each.attr for each in nodes if isinstance(each, ast.Attribute)}
-    known |= {each.id for each in nodes if isinstance(each, ast.Name)} | names
+    known = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    known |= {node.id for node in nodes if isinstance(node, ast.Name)} | names
     parts = name.split("_")
     for place, part in enumerate(parts):
         if part in COUNTERPARTS:
@@ -438,7 +440,7 @@ def _counterpart(
 def _width(node: Node, *_: object) -> Iterator[Edit]:
     if not isinstance(node, ast.Call):
         return
-    if "int64" not in " ".join(ast.unparse(each) for each in node.args):
+    if "int64" not in " ".join(ast.unparse(argument) for argument in node.args):
         return
     if isinstance(node.func, ast.Attribute):
         if node.func.attr == "to":

@@ -25,7 +25,7 @@ class _Alias:
     """Finds and loads `mutated.x` in `pagetwin.x`; it does not find the copied packages."""
 
     def __init__(self, copied: Sequence[str]) -> None:
-        self.copied = tuple(f"{NAME}.{each}." for each in copied)
+        self.copied = tuple(f"{NAME}.{module}." for module in copied)
 
     def find_spec(
         self,

@@ -23,7 +23,8 @@ def hopper_files() -> list[str]:
         path.relative_to(ROOT).as_posix()
         for path in sorted(folder.rglob("*.py"))
         if any(
-            f"@{each}.jit" in path.read_text("utf-8") for each in ("gluon", "triton")
+            f"@{library}.jit" in path.read_text("utf-8")
+            for library in ("gluon", "triton")
         )
     ]
 

@@ -171,13 +171,13 @@ def deciding_functions(text: str) -> set[str]:
     """
     found = set()
     for name, node in _nodes_of(text):
-        for each in ast.walk(node):
-            is_call = isinstance(each, ast.Call) and isinstance(each.func, ast.Name)
-            is_verdict = is_call and each.func.id in VERDICTS  # type: ignore[attr-defined]
-            is_status = isinstance(each, ast.Attribute) and (
-                isinstance(each.value, ast.Name) and each.value.id == "Status"
+        for part in ast.walk(node):
+            is_call = isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
+            is_verdict = is_call and part.func.id in VERDICTS  # type: ignore[attr-defined]
+            is_status = isinstance(part, ast.Attribute) and (
+                isinstance(part.value, ast.Name) and part.value.id == "Status"
             )
-            is_error = isinstance(each, ast.Raise) and each.exc is not None
+            is_error = isinstance(part, ast.Raise) and part.exc is not None
             if is_verdict or is_status or is_error:
                 found.add(name)
     return found

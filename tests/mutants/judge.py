@@ -109,8 +109,8 @@ def judge(
     """
     speed_up()
     trials = list(trials)
-    yield from (each for each in trials if not each.laws)
-    asked = [each for each in trials if each.laws]
+    yield from (trial for trial in trials if not trial.laws)
+    asked = [trial for trial in trials if trial.laws]
     hung = []
     for trial in _run(asked, workers, examples, usual, 1.0):
         if trial.how == "hung":
@@ -138,12 +138,12 @@ def _run(
     while waiting or running:
         while waiting and len(running) < workers:
             running.append(_Running(waiting.popleft(), examples, usual, patience))
-        limit = min(each.next_limit for each in running) - time.monotonic()
-        wait([each.reports for each in running], timeout=max(0.0, limit))
-        for each in list(running):
-            if each.has_ended():
-                running.remove(each)
-                yield each.trial
+        limit = min(process.next_limit for process in running) - time.monotonic()
+        wait([process.reports for process in running], timeout=max(0.0, limit))
+        for process in list(running):
+            if process.has_ended():
+                running.remove(process)
+                yield process.trial
 
 
 class _Running:
@@ -280,5 +280,5 @@ def _telling_first(
             yield law
         elif not is_whole:
             others.append((few.seconds, place, law))
-    for _, _, law in sorted(others, key=lambda each: each[:2]):
+    for _, _, law in sorted(others, key=lambda entry: entry[:2]):
         yield law

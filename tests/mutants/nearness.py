@@ -31,9 +31,9 @@ def laws_near(
     """
     steps = _steps_to(mutant.twin, f"{mutant.package}.{mutant.module}")
     home = {
-        name: f"{mutant.twin}.{each.module}"
-        for each in CONCEPTS
-        for name in each.operations
+        name: f"{mutant.twin}.{concept.module}"
+        for concept in CONCEPTS
+        for name in concept.operations
     }
     backends = f"{mutant.twin}.{BACKENDS}"
 

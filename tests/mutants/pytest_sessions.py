@@ -99,12 +99,12 @@ def run_sessions(sessions: Iterable[Session], workers: int) -> Iterator[Session]
     while waiting or running:
         while waiting and len(running) < workers:
             running.append(_Running(waiting.popleft()))
-        limit = min(each.deadline for each in running) - time.monotonic()
-        wait([each.reports for each in running], timeout=max(0.0, limit))
-        for each in list(running):
-            if each.has_ended():
-                running.remove(each)
-                yield each.session
+        limit = min(process.deadline for process in running) - time.monotonic()
+        wait([process.reports for process in running], timeout=max(0.0, limit))
+        for process in list(running):
+            if process.has_ended():
+                running.remove(process)
+                yield process.session
 
 
 class _Running:

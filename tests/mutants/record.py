@@ -2,9 +2,10 @@
 
 A line has the id, a digest of the changed function before and after the change, how the mutant
 ended, and what found it (a law, a call of a kernel, or a test), with tabs between them. An entry is
-out of date if the digest is another one today. Comments, docstrings and formatting do not change a
-digest. Neither does a change of the law or test that found the mutant: the long tests try a sample
-of the recorded mutants again, and a run with --all tries every one.
+out of date if the digest is another one today. Comments, docstrings, formatting and the names of
+local variables do not change a digest. Neither does a change of the law or test that found the
+mutant: the long tests try a sample of the recorded mutants again, and a run with --all tries every
+one.
 """
 
 from collections import Counter
@@ -136,7 +137,7 @@ def summary(
     for operator in (*operators, "all"):
         own = [entry for entry in entries if operator in (operator_of[entry.id], "all")]
         if own:
-            ends = Counter("killed" if each.is_killed else each.how for each in own)
+            ends = Counter("killed" if entry.is_killed else entry.how for entry in own)
             lines.append(
                 f"{operator:<18}{ends['killed']:>8}{ends['alive']:>7}{ends['equivalent']:>12}"
             )

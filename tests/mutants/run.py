@@ -60,24 +60,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = read_record(place) if place is not None else {}
     hints = {} if given.all else read_record(CATALOGUE_RECORD) | known
     chosen = [
-        each
-        for each in catalogue
+        mutant
+        for mutant in catalogue
         if (
-            any(word in each.id for word in given.words)
+            any(word in mutant.id for word in given.words)
             if given.words
-            else given.all or not is_current(each, known.get(each.id))
+            else given.all or not is_current(mutant, known.get(mutant.id))
         )
     ]
     print(f"{len(chosen)} of {len(catalogue)} mutants are tried", flush=True)
     found, broken = run(chosen, hints, given)
-    entries = {each: entry for each, entry in found.items() if entry.by not in broken}
+    entries = {name: entry for name, entry in found.items() if entry.by not in broken}
     if place is not None:
         void = found.keys() - entries.keys()
-        kept = {each: entry for each, entry in known.items() if each not in void}
+        kept = {name: entry for name, entry in known.items() if name not in void}
         write_record(place, catalogue, kept | entries)
-    operator_of = {each.id: each.operator for each in chosen}
+    operator_of = {mutant.id: mutant.operator for mutant in chosen}
     print("\n".join(summary(OPERATORS, operator_of, [*found.values()])))
-    wrong = [each for each in chosen if not ends_well(each, found[each.id])]
+    wrong = [mutant for mutant in chosen if not ends_well(mutant, found[mutant.id])]
     for mutant in wrong:
         if mutant.equivalent:
             print(f"killed, though declared equivalent: {mutant.id}")
@@ -121,7 +121,7 @@ def run(
         killers[trial.twin] |= {law} - {""}
         say(f"{trial.mutant.id}: {_ended(trial)}", trial.seconds)
     if not given.all:
-        tried = {twin: [LAWS[each] for each in sorted(killers[twin])] for twin in TWINS}
+        tried = {twin: [LAWS[name] for name in sorted(killers[twin])] for twin in TWINS}
         broken = _break_unchanged(tried, given, usual)
     return found, broken
 
@@ -145,7 +145,7 @@ def _break_unchanged(
     ]
     broken: set[str] = set()
     for trial in judge(
-        [each for each in parts if each.laws], given.workers, given.examples
+        [part for part in parts if part.laws], given.workers, given.examples
     ):
         count = len(trial.laws)
         say(f"unchanged {trial.twin}, {count} laws: {_ended(trial)}", trial.seconds)

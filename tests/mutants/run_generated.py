@@ -68,14 +68,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = mutants if given.all else sample(mutants, given.sample, given.seed)
     if given.words:
         chosen = [
-            each for each in mutants if any(word in each.id for word in given.words)
+            mutant
+            for mutant in mutants
+            if any(word in mutant.id for word in given.words)
         ]
     known = read_record(given.record)
     if not given.again:
-        chosen = [each for each in chosen if not is_current(each, known.get(each.id))]
+        chosen = [
+            mutant for mutant in chosen if not is_current(mutant, known.get(mutant.id))
+        ]
     run(chosen, known, given, lambda: write_todays(given.record, mutants, known))
     broken = _break_unchanged(known) if chosen and given.minutes is None else set()
-    held = {name: each for name, each in known.items() if each.by not in broken}
+    held = {name: entry for name, entry in known.items() if entry.by not in broken}
     write_todays(given.record, mutants, held)
     entries = [*read_record(given.record).values()]
     operator_of = {mutant.id: mutant.operator for mutant in mutants}
@@ -101,8 +105,8 @@ def run(
         # what killed before is learnt from batch to batch
         batch, waiting = waiting[: 8 * given.workers], waiting[8 * given.workers :]
         trials = [
-            Trial("optimized", _laws(each, known), each, limit=given.seconds)
-            for each in batch
+            Trial("optimized", _laws(mutant, known), mutant, limit=given.seconds)
+            for mutant in batch
         ]
         for trial in judge(trials, given.workers, given.examples, USUAL):
             assert isinstance(trial.mutant, Generated)
@@ -121,10 +125,10 @@ def _laws(mutant: Generated, known: dict[str, Entry]) -> list[Law]:
     """Return the laws that can notice a mutant; what killed others of its file comes first."""
     module = mutant.file.removesuffix(".py") + "/"
     killers = Counter(
-        each.by
+        entry.by
         for record in (read_record(CATALOGUE_RECORD), known)
-        for each in record.values()
-        if each.by and each.id.startswith(module)
+        for entry in record.values()
+        if entry.by and entry.id.startswith(module)
     )
     first = [law for law, _ in killers.most_common(FEW_KILLERS)]
     near = laws_near(mutant, ALL_LAWS, {})
@@ -134,7 +138,7 @@ def _laws(mutant: Generated, known: dict[str, Entry]) -> list[Law]:
 
 def _break_unchanged(known: dict[str, Entry]) -> set[str]:
     """Return those laws of some entries that the unchanged twin breaks."""
-    killers = {each.by for each in known.values()}
+    killers = {entry.by for entry in known.values()}
     laws = [law for law in ALL_LAWS if law.name in killers]
     trials = judge([Trial("optimized", laws)], 1, EXAMPLES) if laws else ()
     return {law for trial in trials for law in trial.broken}

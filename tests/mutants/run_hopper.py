@@ -102,7 +102,7 @@ def judge(
     mutants: Sequence[Generated], workers: int, known: Mapping[str, Entry]
 ) -> Iterator[tuple[Entry, str, float]]:
     """Yield the entry of each mutant, what was wrong, and seconds."""
-    killers = Counter((_module_of(each.id), each.by) for each in known.values())
+    killers = Counter((_module_of(entry.id), entry.by) for entry in known.values())
     waiting = list(mutants)
     running: dict[Connection, tuple[Any, Generated, float]] = {}
     context = multiprocessing.get_context("fork")
@@ -159,15 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     mutants = hopper_mutants()
     named = [
-        each
-        for each in mutants
-        if not given.words or any(word in each.id for word in given.words)
+        mutant
+        for mutant in mutants
+        if not given.words or any(word in mutant.id for word in given.words)
     ]
     chosen = sample(named, given.sample, given.seed)
     known = read_record(given.record)
     if not given.again:
-        chosen = [each for each in chosen if not is_current(each, known.get(each.id))]
-    change_of = {each.id: each.change for each in chosen}
+        chosen = [
+            mutant for mutant in chosen if not is_current(mutant, known.get(mutant.id))
+        ]
+    change_of = {mutant.id: mutant.change for mutant in chosen}
     for entry, what, seconds in judge(chosen, given.workers, known):
         known[entry.id] = entry
         words = f"{entry.how} {entry.by}: {what[:100]}"
@@ -179,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = [*read_record(given.record).values()]
     operator_of = {mutant.id: mutant.operator for mutant in mutants}
     print("\n".join(summary(OPERATORS, operator_of, entries)))
-    return int(any(each.how == "alive" for each in entries))
+    return int(any(entry.how == "alive" for entry in entries))
 
 
 if __name__ == "__main__":

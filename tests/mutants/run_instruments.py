@@ -66,7 +66,7 @@ class Unchanged:
         if session.how in ("crashed", "timed out"):
             self.failed[session.running] = session.how
         passed = session.seconds_of.keys() - self.failed.keys()
-        self.seconds |= {each: session.seconds_of[each] for each in passed}
+        self.seconds |= {test: session.seconds_of[test] for test in passed}
         for function, tests in session.calls.items():
             self.calls.setdefault(function, set()).update(tests)
 
@@ -85,15 +85,15 @@ class Unchanged:
             is_changed = not mutant.functions or function in mutant.functions
             if module == mutant.module and is_changed:
                 calling |= tests
-        own = [each for each in self.seconds if each.partition("::")[0] in mutant.tests]
+        own = [test for test in self.seconds if test.partition("::")[0] in mutant.tests]
         chosen, total = [], 0.0
-        for each in sorted(
+        for name in sorted(
             own, key=lambda test: (test not in calling, self.seconds[test], test)
         ):
-            total += self.seconds[each]
+            total += self.seconds[name]
             if chosen and total > most:
                 break
-            chosen.append(each)
+            chosen.append(name)
         return chosen
 
 
@@ -119,10 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = given.record or (None if given.catalogue else INSTRUMENTS_RECORD)
     known = read_record(place) if place is not None else {}
     chosen = [
-        each
-        for each in catalogue
-        if (not given.words or any(word in each.id for word in given.words))
-        and (given.all or not is_current(each, known.get(each.id)))
+        mutant
+        for mutant in catalogue
+        if (not given.words or any(word in mutant.id for word in given.words))
+        and (given.all or not is_current(mutant, known.get(mutant.id)))
     ]
     print(f"{len(chosen)} of {len(catalogue)} mutants are tried", flush=True)
     found = dict(known)
@@ -136,10 +136,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_record(place, catalogue, found)
     if place is not None:
         write_record(place, catalogue, found)
-    tried = [found[each.id] for each in chosen]
-    counts = Counter(each.how for each in tried)
+    tried = [found[mutant.id] for mutant in chosen]
+    counts = Counter(entry.how for entry in tried)
     print(", ".join(f"{count} {how}" for how, count in counts.most_common()))
-    return 0 if all(each.is_killed for each in tried) else 1
+    return 0 if all(entry.is_killed for entry in tried) else 1
 
 
 @dataclass(frozen=True)

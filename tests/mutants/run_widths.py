@@ -125,7 +125,11 @@ def survey(
         def watch(law: Law = law) -> dict[int, int]:
             WIDTHS.reset(len(sites))
             try_law(law, setting, twin)
-            return {site: each for site, each in enumerate(WIDTHS.largest) if each > 0}
+            return {
+                site: largest
+                for site, largest in enumerate(WIDTHS.largest)
+                if largest > 0
+            }
 
         begin = time.monotonic()
         largest = in_child(watch, 600.0)

@@ -97,8 +97,8 @@ def test_a_trivial_bug_is_killed_and_a_change_without_effect_stays_alive(
     code, output, record = run_mutants(
         tmp_path / "record.txt", "--catalogue", str(tmp_path), "--examples", "5"
     )
-    ended = {each.id.rpartition("/")[2]: each for each in record.values()}
-    assert {name: each.how for name, each in ended.items()} == {
+    ended = {entry.id.rpartition("/")[2]: entry for entry in record.values()}
+    assert {name: entry.how for name, entry in ended.items()} == {
         "trivial": "killed",
         "none": "alive",
     }
@@ -111,7 +111,7 @@ def test_a_trivial_bug_is_killed_and_a_change_without_effect_stays_alive(
 def test_a_sample_of_mutants_dies(tmp_path: Path) -> None:
     code, output, record = run_mutants(tmp_path / "record.txt", *SAMPLE)
     assert record.keys() == set(SAMPLE)
-    assert {each.how for each in record.values()} == {"killed"}
+    assert {entry.how for entry in record.values()} == {"killed"}
     assert code == 0, output
 
 
@@ -120,14 +120,14 @@ def test_a_sample_of_mutants_dies(tmp_path: Path) -> None:
 def test_recorded_laws_kill_their_mutants_again(tmp_path: Path) -> None:
     """A law that was weakened since kills no longer, and no digest shows it."""
     known = read_record(CATALOGUE_RECORD)
-    by_law = {each.by: each.id for each in known.values() if each.is_killed}
+    by_law = {entry.by: entry.id for entry in known.values() if entry.is_killed}
     chosen = [by_law[law] for law in sorted(by_law)][::4]
     place = tmp_path / "record.txt"
     place.write_text(CATALOGUE_RECORD.read_text(encoding="utf-8"), encoding="utf-8")
     code, output, record = run_mutants(place, *chosen)
     assert code == 0, output
-    assert {each: record[each].by for each in chosen} == {
-        each: known[each].by for each in chosen
+    assert {name: record[name].by for name in chosen} == {
+        name: known[name].by for name in chosen
     }
 
 
@@ -159,8 +159,8 @@ def test_a_law_that_hangs_is_tried_again_alone_before_it_counts(
         ("optimized", 2, 1.0),
         ("optimized", 1, judge.PATIENCE),
     ]
-    assert [each.twin for each in found] == ["reference", "optimized"]
-    assert not any(each.how or each.broken for each in found)
+    assert [trial.twin for trial in found] == ["reference", "optimized"]
+    assert not any(trial.how or trial.broken for trial in found)
 
 
 def test_only_a_run_chooses_the_interpreter_for_its_process() -> None:
@@ -187,14 +187,16 @@ def test_only_a_run_chooses_the_interpreter_for_its_process() -> None:
 @pytest.mark.quick
 def test_the_record_is_of_todays_mutants() -> None:
     held = read_record(CATALOGUE_RECORD)
-    stale = [each.id for each in CATALOGUE if not is_current(each, held.get(each.id))]
+    stale = [
+        mutant.id for mutant in CATALOGUE if not is_current(mutant, held.get(mutant.id))
+    ]
     assert not stale, "out of date: run make mutants"
-    assert list(held) == sorted(each.id for each in CATALOGUE)
+    assert list(held) == sorted(mutant.id for mutant in CATALOGUE)
 
 
 def test_the_record_names_laws_that_exist() -> None:
-    for each in read_record(CATALOGUE_RECORD).values():
-        assert (each.by in LAWS) == each.is_killed, each
+    for entry in read_record(CATALOGUE_RECORD).values():
+        assert (entry.by in LAWS) == entry.is_killed, entry
 
 
 @pytest.mark.parametrize(
@@ -203,6 +205,16 @@ def test_the_record_names_laws_that_exist() -> None:
         ("return a + 1", "# a comment\n    return (a + 1)", True),
         ("return a + 1", '"""Return the next number."""\n    return a + 1', True),
         ("return a + 1", "return 1 + a", False),
+        ("b = a + 1; return b", "c = a + 1; return c", True),
+        ("b = c = a + 1; return b", "b = c = a + 1; return c", False),
+        ("return [b + 1 for b in a]", "return [c + 1 for c in a]", True),
+        ("return [b + 1 for b in a]", "return [b + 1 for c in a]", False),
+        ("return map(lambda b: b + 1, a)", "return map(lambda c: c + 1, a)", True),
+        ("b = 1; return a.b", "c = 1; return a.c", False),
+        ("b = 1; return own(b=b)", "c = 1; return own(c=c)", False),
+        ("global b; b = a + 1", "global c; c = a + 1", False),
+        ("import b; return b + 1", "import c; return c + 1", False),
+        ("class C:\n        b = 1", "class C:\n        c = 1", False),
     ],
 )
 def test_a_digest_is_of_what_a_function_computes(

@@ -77,7 +77,7 @@ def test_prose_annotations_and_errors_are_not_changed(
 @pytest.mark.extended
 def test_every_generated_mutant_is_python_and_has_an_id_of_its_own() -> None:
     assert len(mutants_by_id()) == len(all_mutants()) > 3000
-    assert {each.operator for each in all_mutants()} == set(OPERATORS)
+    assert {mutant.operator for mutant in all_mutants()} == set(OPERATORS)
     for mutant in sample(all_mutants(), 200, seed=1):
         assert mutant.source() != (ROOT / mutant.file).read_text(encoding="utf-8")
 
@@ -103,10 +103,10 @@ def test_a_larger_sample_contains_the_smaller_one() -> None:
 
 def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
     reasons = read_reasons(REASONS)
-    for each in RECORD.values():
-        assert each.how != "alive", each
-        assert bool(each.by) == each.is_killed, each
-        assert (each.how == "equivalent") == (each.id in reasons), each
+    for entry in RECORD.values():
+        assert entry.how != "alive", entry
+        assert bool(entry.by) == entry.is_killed, entry
+        assert (entry.how == "equivalent") == (entry.id in reasons), entry
     assert all(len(reason.split()) > 5 for reason in reasons.values())
     assert list(RECORD) == sorted(RECORD)
 
@@ -114,10 +114,10 @@ def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
 @pytest.mark.extended
 def test_most_recorded_mutants_are_of_todays_functions() -> None:
     stale = [
-        each.id
-        for each in RECORD.values()
-        if each.id not in mutants_by_id()
-        or mutants_by_id()[each.id].digest != each.digest
+        entry.id
+        for entry in RECORD.values()
+        if entry.id not in mutants_by_id()
+        or mutants_by_id()[entry.id].digest != entry.digest
     ]
     assert len(stale) * 4 < len(RECORD), "out of date: run make mutants-generated"
 

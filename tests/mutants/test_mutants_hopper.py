@@ -45,10 +45,10 @@ def tried_by_id() -> dict[str, Generated]:
 
 def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
     reasons = read_reasons(REASONS)
-    for each in RECORD.values():
-        assert each.how != "alive", each
-        assert (each.by in CALLS) == (each.how == "killed"), each
-        assert (each.how == "equivalent") == (each.id in reasons), each
+    for entry in RECORD.values():
+        assert entry.how != "alive", entry
+        assert (entry.by in CALLS) == (entry.how == "killed"), entry
+        assert (entry.how == "equivalent") == (entry.id in reasons), entry
     assert all(len(reason.split()) > 5 for reason in reasons.values())
     assert reasons.keys() <= RECORD.keys()
     assert list(RECORD) == sorted(RECORD)
@@ -56,9 +56,10 @@ def test_every_recorded_mutant_is_dead_or_equivalent_with_a_reason() -> None:
 
 def test_most_recorded_mutants_are_of_todays_functions() -> None:
     stale = [
-        each.id
-        for each in RECORD.values()
-        if each.id not in tried_by_id() or tried_by_id()[each.id].digest != each.digest
+        entry.id
+        for entry in RECORD.values()
+        if entry.id not in tried_by_id()
+        or tried_by_id()[entry.id].digest != entry.digest
     ]
     assert len(stale) * 4 < len(RECORD), "out of date: run make mutants-hopper"
 
@@ -73,11 +74,11 @@ def test_a_part_of_the_mutants_of_each_folder_is_recorded() -> None:
 
 
 def test_only_layouts_are_left_as_they_are() -> None:
-    left_out = [each for each in all_mutants() if each.id not in tried_by_id()]
+    left_out = [mutant for mutant in all_mutants() if mutant.id not in tried_by_id()]
     assert len(tried_mutants()) > 3000 and left_out
-    for each in left_out:
-        text = (ROOT / each.file).read_bytes()[: each.end].decode()
-        assert "Layout(" in "".join(text.splitlines(keepends=True)[-5:]), each.id
+    for mutant in left_out:
+        text = (ROOT / mutant.file).read_bytes()[: mutant.end].decode()
+        assert "Layout(" in "".join(text.splitlines(keepends=True)[-5:]), mutant.id
 
 
 def _spin() -> None:
@@ -102,9 +103,11 @@ def test_a_call_hangs_if_it_takes_too_much_cpu_time(
 @pytest.mark.long
 def test_recorded_mutants_are_found_again() -> None:
     """A sample of those that were killed, in the order that the record suggests."""
-    killed = {each.id: each for each in RECORD.values() if each.is_killed}
+    killed = {entry.id: entry for entry in RECORD.values() if entry.is_killed}
     chosen = sample(
         [tried_by_id()[name] for name in killed if name in tried_by_id()], 12, seed=1
     )
-    alive = [each.id for each, _, _ in judge(chosen, 1, killed) if not each.is_killed]
+    alive = [
+        mutant.id for mutant, _, _ in judge(chosen, 1, killed) if not mutant.is_killed
+    ]
     assert not alive

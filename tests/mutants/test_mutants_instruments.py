@@ -25,9 +25,9 @@ CATALOGUE = load_instruments()
 BY_ID = {mutant.id: mutant for mutant in CATALOGUE}
 REASONS = FOLDER / "mutants" / "instruments_without.toml"
 WITHOUT = {
-    function: each["reason"]
-    for each in tomllib.loads(REASONS.read_text(encoding="utf-8"))["without"]
-    for function in each["functions"]
+    function: entry["reason"]
+    for entry in tomllib.loads(REASONS.read_text(encoding="utf-8"))["without"]
+    for function in entry["functions"]
 }
 """Functions without a mutant that decide a verdict, and the reason."""
 
@@ -92,7 +92,9 @@ def add(a, b):
 def test_the_record_is_of_todays_instruments_and_every_mutant_is_found() -> None:
     entries = read_record(INSTRUMENTS_RECORD)
     stale = [
-        each.id for each in CATALOGUE if not is_current(each, entries.get(each.id))
+        mutant.id
+        for mutant in CATALOGUE
+        if not is_current(mutant, entries.get(mutant.id))
     ]
     assert not stale, "out of date: run make mutants-instruments"
     assert entries.keys() == BY_ID.keys()
@@ -100,14 +102,14 @@ def test_the_record_is_of_todays_instruments_and_every_mutant_is_found() -> None
 
 def test_the_record_is_sorted_and_names_tests_that_exist() -> None:
     entries = list(read_record(INSTRUMENTS_RECORD).values())
-    assert [each.id for each in entries] == sorted(BY_ID)
-    for each in entries:
-        assert each.is_killed, each.id
-        file, _, name = each.by.partition("::")
-        assert file in BY_ID[each.id].tests, each.id
+    assert [entry.id for entry in entries] == sorted(BY_ID)
+    for entry in entries:
+        assert entry.is_killed, entry.id
+        file, _, name = entry.by.partition("::")
+        assert file in BY_ID[entry.id].tests, entry.id
         function = name.partition("[")[0].rpartition("::")[2]
         text = (ROOT / file).read_text(encoding="utf-8")
-        assert f"def {function}(" in text, each.id
+        assert f"def {function}(" in text, entry.id
 
 
 # ---- the runner
@@ -160,7 +162,7 @@ def test_a_trivial_change_is_killed_and_one_without_effect_stays_alive(
 
 @pytest.mark.long
 def test_a_sample_of_mutants_of_instruments_dies(tmp_path: Path) -> None:
-    sample = sorted(each.id for each in CATALOGUE if "/canaries/" in each.id)[::4]
+    sample = sorted(mutant.id for mutant in CATALOGUE if "/canaries/" in mutant.id)[::4]
     code, found = run_instruments(tmp_path, "--all", *sample)
     assert code == 0 and set(sample) <= found.keys()
     assert {line[1] for line in found.values()} == {"killed"}

@@ -135,7 +135,7 @@ def largest_of(value: Any, depth: int) -> int:
         if isinstance(value, dict):
             value = [*value.keys(), *value.values()]
         if type(value) in (list, tuple, set, frozenset):
-            return max((largest_of(each, depth - 1) for each in value), default=0)
+            return max((largest_of(part, depth - 1) for part in value), default=0)
     return 0
 
 
@@ -156,14 +156,14 @@ def truncated(value: Any, mask: int, depth: int) -> Any:
     if isinstance(value, tl.tensor):
         return value & mask if _is_integer(value) else value
     if isinstance(value, range):
-        return [each & mask for each in value]
+        return [number & mask for number in value]
     if depth and isinstance(value, dict):
         return {
-            truncated(key, mask, depth - 1): truncated(each, mask, depth - 1)
-            for key, each in value.items()
+            truncated(key, mask, depth - 1): truncated(inner, mask, depth - 1)
+            for key, inner in value.items()
         }
     if depth and type(value) in (list, tuple, set, frozenset):
-        return type(value)(truncated(each, mask, depth - 1) for each in value)
+        return type(value)(truncated(part, mask, depth - 1) for part in value)
     return value
 
 
@@ -212,10 +212,12 @@ class _Instrument(ast.NodeTransformer):
         """Change the body alone, not the decorators and defaults."""
         was_kernel = self.is_kernel
         self.is_kernel |= any(
-            "jit" in ast.unparse(each) for each in node.decorator_list
+            "jit" in ast.unparse(decorator) for decorator in node.decorator_list
         )
         self.names.append(node.name)
-        node.body = [each for old in node.body for each in _listed(self.visit(old))]
+        node.body = [
+            statement for old in node.body for statement in _listed(self.visit(old))
+        ]
         self.names.pop()
         self.is_kernel = was_kernel
         return node
@@ -278,7 +280,7 @@ class _Instrument(ast.NodeTransformer):
         self.generic_visit(node)
         if name in LEFT_OUT or name.startswith("check") or name[:1] == "_" == name[1:2]:
             return node
-        node.args = [self.wrap(each) for each in node.args]
+        node.args = [self.wrap(argument) for argument in node.args]
         for keyword in node.keywords:
             if keyword.arg is not None:
                 keyword.value = self.wrap(keyword.value)
@@ -296,8 +298,8 @@ class _Instrument(ast.NodeTransformer):
         """Wrap both sides."""
         self.generic_visit(node)
         if all(
-            isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq))
-            for each in node.ops
+            isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq))
+            for op in node.ops
         ):
             node.left = self._operand(node.left)
             node.comparators = [
@@ -326,7 +328,7 @@ class _Instrument(ast.NodeTransformer):
     def visit_Dict(self, node: ast.Dict) -> ast.AST:
         """Wrap the values."""
         self.generic_visit(node)
-        node.values = [self.wrap(each) for each in node.values]
+        node.values = [self.wrap(value) for value in node.values]
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
@@ -381,13 +383,18 @@ def instrument(file: str, first: int) -> tuple[str, list[Site]]:
     """
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     maker = _Instrument(file, first)
-    tree.body = [each for old in tree.body for each in _listed(maker.visit(old))]
+    tree.body = [
+        statement for old in tree.body for statement in _listed(maker.visit(old))
+    ]
     # after the docstring and the future's features
     line = next(
         line
-        for line, each in enumerate(tree.body)
-        if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
-        and getattr(each, "module", "") != "__future__"
+        for line, statement in enumerate(tree.body)
+        if not (
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Constant)
+        )
+        and getattr(statement, "module", "") != "__future__"
     )
     helper = ast.parse(
         f"from mutants.widths import WIDTHS as _widths\n{HELPER} = _widths.keep"

@@ -236,10 +236,10 @@ def test_entries_are_used_from_the_block_of_the_first_key_on() -> None:
         (5, "011 011"),
         (99, "111 111"),
     ):
-        each = replace(own, window=window)
-        found = ["".join(map(str, row)) for row in each.used.astype(int)]
+        windowed = replace(own, window=window)
+        found = ["".join(map(str, row)) for row in windowed.used.astype(int)]
         assert " ".join(found) == used
-        assert (each.first_keys >= 0).all()
+        assert (windowed.first_keys >= 0).all()
     prompt = replace(step(), window=1)
     assert prompt.first_keys.tolist() == [3, 4]
     assert step(query_start_loc=[0, 3, 3]).used.tolist() == [[True] * 2, [False] * 2]

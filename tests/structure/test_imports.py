@@ -82,6 +82,7 @@ NAME_V0 = {
     "tests/structure/test_imports.py": "list of floors, and this list",
     "tests/structure/test_package.py": "former names",
     "tests/structure/test_twins.py": "list of parts",
+    "tests/conformance/test_rejected_calls.py": "list of operations",
     "docs/hooks/bugs/stale_state.py": "the state of a bug in them",
 }
 LIBRARIES = {"triton", "xformers"}

@@ -5,6 +5,7 @@ The allowance in `words_allowed.json` may only shrink. After removing such words
     PYTHONPATH=tests python tests/structure/test_words.py
 """
 
+import ast
 import json
 import re
 from collections import Counter
@@ -102,6 +103,36 @@ def test_no_file_has_more_of_these_words_than_it_may() -> None:
 )
 def test_the_patterns_find_what_they_are_for(text: str, count: int) -> None:
     assert len(list(matches(text))) == count
+
+
+# folders whose variables are still to be named
+UNNAMED = ("tests/conformance/",)
+
+
+def variables_called_each(text: str) -> list[int]:
+    """Return the lines of a file on which a variable or an argument is called `each`."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if (isinstance(node, ast.Name) and node.id == "each")
+        or (isinstance(node, ast.arg) and node.arg == "each")
+    ]
+
+
+def test_a_variable_says_what_it_holds() -> None:
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            name = path.relative_to(ROOT).as_posix()
+            if not name.startswith(UNNAMED):
+                lines = variables_called_each(path.read_text(encoding="utf-8"))
+                assert not lines, f"{name}: `each` in lines {lines}"
+
+
+@pytest.mark.parametrize(
+    "text", ["for each in a: pass", "[each for each in a]", "lambda each: 1"]
+)
+def test_a_variable_called_each_is_found(text: str) -> None:
+    assert variables_called_each(text)
 
 
 def main() -> None:

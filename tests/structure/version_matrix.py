@@ -186,8 +186,8 @@ def installed_versions(python: Path) -> dict[str, str]:
     program = (
         "import json, platform\nfrom importlib.metadata import version, PackageNotFoundError\n"
         "found = {'python': platform.python_version()}\n"
-        f"for each in {PACKAGES}:\n"
-        "    try: found[each] = version(each)\n"
+        f"for package in {PACKAGES}:\n"
+        "    try: found[package] = version(package)\n"
         "    except PackageNotFoundError: pass\n"
         "print(json.dumps(found))"
     )

@@ -111,7 +111,7 @@ def count_in_loop(cubin: bytes) -> dict[str, int]:
         )
         if found["HMMA"]:
             loop += found
-    return {"instructions": loop.total(), **{each: loop[each] for each in COUNTED}}
+    return {"instructions": loop.total(), **{name: loop[name] for name in COUNTED}}
 
 
 def main(numbers: list[int]) -> None:
@@ -135,4 +135,4 @@ def main(numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1:]] or list(range(len(CASES))))
+    main([int(number) for number in sys.argv[1:]] or list(range(len(CASES))))

@@ -92,7 +92,7 @@ def pretend(chip: int, launches: list[Any]) -> None:
         launches.append((self, values, launch))
 
     JITFunction.run = record
-    concepts = [each.module for each in CONCEPTS if not each.is_single]
+    concepts = [concept.module for concept in CONCEPTS if not concept.is_single]
     for name in (
         "dispatch.pipeline",
         "parallel.combine",
@@ -471,8 +471,8 @@ def specialize(
     """Return the type of an argument as triton would; note what is constant or aligned."""
     if isinstance(value, tuple):
         types = [
-            specialize(each, (*path, number), constants, attributes)
-            for number, each in enumerate(value)
+            specialize(part, (*path, number), constants, attributes)
+            for number, part in enumerate(value)
         ]
         return type(value)(*types)
     # triton makes a constant of an integer 1 (mostly a stride), and so do we
@@ -564,8 +564,8 @@ def walk_over_keys(cubin: bytes) -> dict[str, int]:
             continue
         body = [words for place, words in code if begin <= place <= end]
         if any(re.search(r"\b[A-Z]*MMA", words) for words in body):
-            copies.append(sum("LDGSTS" in each for each in body))
-            reloads += sum(bool(re.search(r"\b(LDL|STL)\b", each)) for each in body)
+            copies.append(sum("LDGSTS" in line for line in body))
+            reloads += sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
     assert copies, "no loop with products was found"
     return {"reloads": reloads, "copies": min(copies)}
 
@@ -603,11 +603,11 @@ def main(chips: list[int]) -> None:
                 # a prefill's launch for decode requests is compiled by the decode cases
                 if case.startswith("prefill") and kernel.__name__ == "decode_kernel":
                     continue
-                used_by = [values.get(each.name) for each in kernel.params]
+                used_by = [values.get(param.name) for param in kernel.params]
                 fixed = [
                     value
-                    for each, value in zip(kernel.params, used_by, strict=True)
-                    if each.is_constexpr
+                    for param, value in zip(kernel.params, used_by, strict=True)
+                    if param.is_constexpr
                 ]
                 key = (case, kernel.__name__, str(fixed))
                 if key in seen:
@@ -622,4 +622,4 @@ def main(chips: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1:]] or [80, 90, 100])
+    main([int(number) for number in sys.argv[1:]] or [80, 90, 100])

@@ -328,7 +328,7 @@ def main_loops(text: str) -> Iterator[dict[str, int]]:
             before_bar = "".join(in_order).rpartition("BAR")[0]
             yield {
                 "instructions": found.total(),
-                **{each: found[each] for each in COUNTED},
+                **{name: found[name] for name in COUNTED},
                 # exponentials that delay the next warpgroup's turn
                 "MUFU before BAR": before_bar.count("MUFU"),
             }
@@ -367,4 +367,4 @@ def main(numbers: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(each) for each in sys.argv[1:]] or list(range(len(CASES))))
+    main([int(number) for number in sys.argv[1:]] or list(range(len(CASES))))

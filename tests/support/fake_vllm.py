@@ -22,7 +22,7 @@ import torch
 
 FOLDER = Path(__file__).with_name("vllm_interfaces")
 VERSIONS = sorted(
-    (each.stem for each in FOLDER.glob("*.json")),
+    (path.stem for path in FOLDER.glob("*.json")),
     key=lambda version: tuple(map(int, version.split("."))),
 )
 PLUGIN = "pagetwin.integrations.vllm"
@@ -74,7 +74,7 @@ def fake_vllm(
     try:
         yield _install(recorded(version), use_mla, group)
     finally:
-        for name in [each for each in sys.modules if _is_ours(each)]:
+        for name in [module for module in sys.modules if _is_ours(module)]:
             del sys.modules[name]
         sys.modules.update(before)
 
@@ -89,16 +89,16 @@ def _install(
     """Make the modules, and fill in the few functions that the plugin calls."""
     classes: dict[str, type] = {}
     # other modules derive from the classes of this one
-    for name in sorted(facts["modules"], key=lambda each: each != BASES):
+    for name in sorted(facts["modules"], key=lambda base: base != BASES):
         described = facts["modules"][name]
         module = _module(name)
-        for each in described["names"]:
-            if each.startswith("__"):
+        for member in described["names"]:
+            if member.startswith("__"):
                 continue  # a module's __getattr__ must be a function
-            setattr(module, each, f"{name}.{each}")
-        for each, members in described["classes"].items():
-            classes[each] = _make_class(each, members, classes, name)
-            setattr(module, each, classes[each])
+            setattr(module, member, f"{name}.{member}")
+        for class_name, members in described["classes"].items():
+            classes[class_name] = _make_class(class_name, members, classes, name)
+            setattr(module, class_name, classes[class_name])
     top = sys.modules["vllm"]
     top.__version__ = facts["vllm"]
     config, envs = sys.modules["vllm.config"], sys.modules["vllm.envs"]
@@ -169,7 +169,7 @@ def _make_class(
         if all(key.isidentifier() for key, *_ in fields):
             body.pop("__init__", None)
             return dataclasses.make_dataclass(name, fields, namespace=body)
-    bases = tuple(classes[each] for each in members["bases"] if each in classes)
+    bases = tuple(classes[base] for base in members["bases"] if base in classes)
     return abc.ABCMeta(name, bases, {**values, **body})
 
 
@@ -187,18 +187,23 @@ def _value(text: str | None) -> Any:
 def _make_method(name: str, described: dict[str, Any]) -> Any:
     """Return a function with the recorded parameters. A constructor keeps its arguments."""
     texts, names, bare = [], [], False
-    for each, kind, default in described["parameters"]:
+    for argument, kind, default in described["parameters"]:
         star = {"args": "*", "kwargs": "**"}.get(kind, "")
         if kind == "args":
             bare = True
         if kind == "keyword" and not bare:
             texts.append("*")
             bare = True
-        texts.append(star + each + ("" if default is None else f"=_value({default!r})"))
-        names.append(each)
+        texts.append(
+            star + argument + ("" if default is None else f"=_value({default!r})")
+        )
+        names.append(argument)
     body = f"raise NotImplementedError({name!r})"
     if name == "__init__":
-        body = "; ".join(f"self.{each} = {each}" for each in names[1:]) or "pass"
+        body = (
+            "; ".join(f"self.{argument} = {argument}" for argument in names[1:])
+            or "pass"
+        )
     elif name == "__new__":
         body = "return object.__new__(cls)"
     space: dict[str, Any] = {"_value": _value, "__name__": "vllm"}
@@ -207,4 +212,4 @@ def _make_method(name: str, described: dict[str, Any]) -> Any:
     if described.get("abstract"):
         made = abc.abstractmethod(made)
     wrap = {"static": staticmethod, "class": classmethod, "property": property}
-    return wrap.get(described["kind"], lambda each: each)(made)
+    return wrap.get(described["kind"], lambda argument: argument)(made)

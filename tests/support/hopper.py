@@ -216,7 +216,9 @@ def launch(
     if case.family == "prefill":
         scales = None, None
         if case.has_scales:
-            scales = tuple(each.repeat_interleave(batch.plan.group) for each in SCALES)
+            scales = tuple(
+                scale.repeat_interleave(batch.plan.group) for scale in SCALES
+            )
         planned.launch_prefill(call, 0, scales)
     else:
         with pytest.MonkeyPatch.context() as patch:

@@ -84,8 +84,8 @@ def use_end_blocks(batch: BatchTensors) -> BatchTensors:
             pair = codes[[block, other]]
             codes[other], codes[block] = pair[0], pair[1]
         exchange = {block: other, other: block}
-        for each in rows:
-            each[:] = [exchange.get(number, number) for number in each]
+        for blocks in rows:
+            blocks[:] = [exchange.get(number, number) for number in blocks]
     for req, row in enumerate(rows):
         table[req, : len(row)] = torch.tensor(row, dtype=torch.int32)
     return replace(batch, block_table=table, rows=rows)
@@ -121,10 +121,11 @@ def forget_keys(batch: BatchTensors, options: AttentionOptions) -> BatchTensors:
             block = batch.rows[req][position // plan.block_size]
             attended[block, position % plan.block_size] = True
     caches = [
-        to_strided(each, each.device) for each in (batch.key_cache, batch.value_cache)
+        to_strided(cache, cache.device)
+        for cache in (batch.key_cache, batch.value_cache)
     ]
-    for each in caches:
-        each.view(torch.uint8)[~attended] = 0x7F
+    for cache in caches:
+        cache.view(torch.uint8)[~attended] = 0x7F
     return replace(batch, block_table=table, key_cache=caches[0], value_cache=caches[1])
 
 

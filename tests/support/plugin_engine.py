@@ -175,7 +175,8 @@ class PluginEngine:
         self.worker_steps.begin(self.wrapper, self.outputs.tell(output))
         # decodes first
         scheduled = sorted(
-            output.scheduled_requests, key=lambda each: each.num_scheduled_tokens > 1
+            output.scheduled_requests,
+            key=lambda request: request.num_scheduled_tokens > 1,
         )
         built: dict[Any, Any] = {}
         for index, (spec, builder) in enumerate(
@@ -226,15 +227,15 @@ class PluginEngine:
         """Return vLLM's description of a step of a group; its tensors are longer than the step."""
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        new = [each.num_scheduled_tokens for each in scheduled]
+        new = [request.num_scheduled_tokens for request in scheduled]
         starts = torch.tensor([0, *new]).cumsum(0).int()
-        lens = torch.tensor([end_of(each) for each in scheduled]).int()
+        lens = torch.tensor([end_of(request) for request in scheduled]).int()
         table = torch.full((len(new) + PADDING, MAX_BLOCKS), -7, dtype=torch.int32)
         slots = []
-        for number, each in enumerate(scheduled):
-            row = torch.tensor(self.group_rows(each.block_ids)[index])
+        for number, request in enumerate(scheduled):
+            row = torch.tensor(self.group_rows(request.block_ids)[index])
             table[number, : len(row)] = row
-            slots.append(self.slots(row, each.num_computed_tokens, end_of(each)))
+            slots.append(self.slots(row, request.num_computed_tokens, end_of(request)))
         spare = torch.full((PADDING,), -7, dtype=torch.int32)
         return CommonAttentionMetadata(
             query_start_loc=torch.cat([starts, spare]),

@@ -38,8 +38,8 @@ def assert_others_name_rank_1(found: Sequence[Any], step: int, *words: str) -> N
         error, seconds = found[rank]
         assert isinstance(error, RankError)
         assert (error.rank, error.step, error.missing) == (rank, step, (1,)), error
-        for each in (f"rank {rank} of 3, step {step}", *words):
-            assert each in str(error)
+        for word in (f"rank {rank} of 3, step {step}", *words):
+            assert word in str(error)
         assert seconds < LIMIT_S + GRACE_S + 1
 
 
@@ -55,7 +55,7 @@ class RankProcesses:
     def __init__(self, folder: Path, size: int, timeout: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preloaded())
-        self.sizes = sorted({each for each in SIZES if each < size} | {size})
+        self.sizes = sorted({smaller for smaller in SIZES if smaller < size} | {size})
         self.pipes, self.processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

@@ -79,9 +79,9 @@ class SecondDevice(TorchDispatchMode):
     ) -> Any:
         """Run an operation on the host, and return its result on the device of its inputs."""
         kwargs = dict(kwargs or {})
-        given = [each for each in tree_flatten((args, kwargs))[0]]
-        tensors = [each for each in given if isinstance(each, Tensor)]
-        ours = [each for each in tensors if isinstance(each, OnDevice)]
+        given = [leaf for leaf in tree_flatten((args, kwargs))[0]]
+        tensors = [leaf for leaf in given if isinstance(leaf, Tensor)]
+        ours = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
         name = str(function).rpartition(".")[0]
         target = kwargs.get("device")
         self._check(name, tensors, ours)
@@ -94,21 +94,21 @@ class SecondDevice(TorchDispatchMode):
             name == "aten._to_copy" and lies_here and len(ours) < len(tensors)
         )
         found = function(*tree_map(held, args), **tree_map(held, kwargs))
-        by_id = {id(held(each)): each for each in tensors}
+        by_id = {id(held(tensor)): tensor for tensor in tensors}
 
-        def wrapped(each: Any) -> Any:
-            if not isinstance(each, Tensor):
-                return each
-            if id(each) in by_id:  # an operation in place returns its own argument
-                return by_id[id(each)]
-            return OnDevice(each) if lies_here else each
+        def wrapped(result: Any) -> Any:
+            if not isinstance(result, Tensor):
+                return result
+            if id(result) in by_id:  # an operation in place returns its own argument
+                return by_id[id(result)]
+            return OnDevice(result) if lies_here else result
 
         return tree_map(wrapped, found)
 
     def _check(self, name: str, tensors: list[Tensor], ours: list[Tensor]) -> None:
         """Raise if an operation mixes devices: a GPU takes single numbers of the host alone."""
-        others = [each for each in tensors if not isinstance(each, OnDevice)]
+        others = [tensor for tensor in tensors if not isinstance(tensor, OnDevice)]
         if not ours or name == "aten.copy_":
             return
-        if wrong := [tuple(each.shape) for each in others if each.dim()]:
+        if wrong := [tuple(other.shape) for other in others if other.dim()]:
             raise RuntimeError(f"{name} mixes devices: {wrong} on the host")

@@ -77,7 +77,7 @@ def imports(module: str) -> frozenset[str]:
     """
     found = set()
     if "import_option_files(__name__" in modules()[module].read_text(encoding="utf-8"):
-        found |= {each for each in modules() if each.rpartition(".")[0] == module}
+        found |= {inner for inner in modules() if inner.rpartition(".")[0] == module}
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom):
             target = absolute(module, node)
@@ -87,7 +87,9 @@ def imports(module: str) -> frozenset[str]:
         elif isinstance(node, ast.Import):
             names = (alias.name.removeprefix("pagetwin.") for alias in node.names)
             found.update(name for name in names if name in modules())
-    return frozenset(each for each in found if each in modules() and each != module)
+    return frozenset(
+        target for target in found if target in modules() and target != module
+    )
 
 
 def cycles() -> list[list[str]]:
@@ -247,7 +249,7 @@ def steps_of(
         seen.add((module, node.lineno))
         end = node.end_lineno or node.lineno
         events: list[tuple[int, str | tuple[str, ast.AST, ast.ClassDef | None]]] = [
-            each for each in step_lines(module) if node.lineno <= each[0] <= end
+            line for line in step_lines(module) if node.lineno <= line[0] <= end
         ]
         for line, used in uses(module, node):
             package = used.module.split(".")[0]
@@ -257,14 +259,15 @@ def steps_of(
                 )
         if owner is not None:
             private = {
-                each.name: each
-                for each in owner.body
-                if isinstance(each, FunctionNode) and each.name.startswith("_")
+                method_node.name: method_node
+                for method_node in owner.body
+                if isinstance(method_node, FunctionNode)
+                and method_node.name.startswith("_")
             }
-            for each in ast.walk(node):
-                if isinstance(each, ast.Attribute) and each.attr in private:
-                    events.append((each.lineno, (module, private[each.attr], owner)))
-        for _, event in sorted(events, key=lambda each: each[0]):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Attribute) and part.attr in private:
+                    events.append((part.lineno, (module, private[part.attr], owner)))
+        for _, event in sorted(events, key=lambda event: event[0]):
             if isinstance(event, str):
                 yield event
             else:
@@ -274,9 +277,9 @@ def steps_of(
     if method is None:
         return list(dict.fromkeys(walk(operation.module, node, None)))
     assert isinstance(node, ast.ClassDef)
-    for each in node.body:
-        if isinstance(each, FunctionNode) and each.name == method:
-            return list(dict.fromkeys(walk(operation.module, each, node)))
+    for statement in node.body:
+        if isinstance(statement, FunctionNode) and statement.name == method:
+            return list(dict.fromkeys(walk(operation.module, statement, node)))
     return []
 
 

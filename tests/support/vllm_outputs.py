@@ -68,4 +68,4 @@ class WorkerOutputs:
         done = [
             scheduled_request.request for scheduled_request in output.scheduled_requests
         ]
-        self.finished = [each.request_id for each in done if each.is_finished]
+        self.finished = [output.request_id for output in done if output.is_finished]

@@ -139,7 +139,7 @@ class EngineSteps:
 
         reqs, counts = len(query_lens), torch.tensor([0, *query_lens])
         starts = counts.cumsum(0).to(torch.int32)
-        lens = torch.tensor([len(each) for each in self.keys], dtype=torch.int32)
+        lens = torch.tensor([len(key) for key in self.keys], dtype=torch.int32)
         slots = [
             self.slots(req, len(self.keys[req]) - count, len(self.keys[req]))
             for req, count in enumerate(query_lens)

@@ -78,17 +78,19 @@ def keys_of(launches: list[Any]) -> set[str]:
     for kernel, values, given in launches:
         # triton keeps the type of these numbers only; 7 is neither 1 nor a multiple of 16
         plain = {
-            each.name: 7
-            for each in kernel.params
-            if each.do_not_specialize and isinstance(values.get(each.name), int)
+            param.name: 7
+            for param in kernel.params
+            if param.do_not_specialize and isinstance(values.get(param.name), int)
         }
         maps = {
-            name: each
-            for name, each in values.items()
-            if isinstance(each, TensorDescriptor)
+            name: value
+            for name, value in values.items()
+            if isinstance(value, TensorDescriptor)
         }
         types = specialize_launch(kernel, values | plain | dict.fromkeys(maps))
-        boxes = [(name, tuple(each.block_shape)) for name, each in maps.items()]
+        boxes = [
+            (name, tuple(descriptor.block_shape)) for name, descriptor in maps.items()
+        ]
         found.add(str((kernel.__name__, *types, boxes, sorted(given.items()))))
     return found
 

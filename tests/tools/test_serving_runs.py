@@ -116,8 +116,8 @@ def test_weights_follow_from_the_names_of_the_parameters_alone() -> None:
 FAKE_ENGINE = """
 import argparse, json, pathlib, sys, time
 parser = argparse.ArgumentParser()
-for each in ("backend", "model", "mode", "results", "kv-gib", "record", "record-every"):
-    parser.add_argument("--" + each)
+for name in ("backend", "model", "mode", "results", "kv-gib", "record", "record-every"):
+    parser.add_argument("--" + name)
 asked = parser.parse_args()
 def say(**fields):
     with open(asked.results, "a") as file:

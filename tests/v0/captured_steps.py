@@ -64,7 +64,7 @@ def poison(buffers: GraphInputBuffers) -> None:
 
 
 def tensors(metadata: SequenceAttentionMetadata) -> dict[str, Tensor]:
-    values = {each.name: getattr(metadata, each.name) for each in fields(metadata)}
+    values = {field.name: getattr(metadata, field.name) for field in fields(metadata)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 

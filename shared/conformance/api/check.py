@@ -127,7 +127,7 @@ def check_implementation(
                 on_result(result)
     options = {"seed": seed, "examples": examples}
     in_order = [results[law.name] for law in laws]
-    if isolated and any(not each.ok for each in in_order):
+    if isolated and any(not result.ok for result in in_order):
         worker = Worker(implementation, device, limits.law, limits.case)
         in_order = try_symptoms_again(worker, in_order, limits.left)
     explained = explain_nans(implementation, device, in_order, limits.left)
@@ -245,8 +245,8 @@ def _trying(
         if device == "cpu":
             _check_needs_no_gpu(worker)
         limits.begin()
-        for each in processes:
-            each.deadline, each.known = limits.deadline, worker.known
+        for process in processes:
+            process.deadline, process.known = limits.deadline, worker.known
         pool = ThreadPoolExecutor(workers)
         ended.callback(pool.shutdown, cancel_futures=True)
         endings = Endings()
@@ -267,8 +267,8 @@ def _trying(
                 pool.submit(try_one, law, replace(job, law=law.name)): law
                 for law in laws
             }
-            for each in as_completed(tried):
-                yield tried[each], each.result()
+            for future in as_completed(tried):
+                yield tried[future], future.result()
 
         try:
             yield try_all, worker.promises

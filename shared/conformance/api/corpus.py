@@ -121,11 +121,13 @@ class Corpus:
         self.folder.mkdir(parents=True, exist_ok=True)
         before = set(_programs(self.folder, self.failures))
         self.failures = list(failures)
-        words = [asdict(each) | {"status": str(each.status)} for each in failures]
+        words = [
+            asdict(failure) | {"status": str(failure.status)} for failure in failures
+        ]
         _replace(self.folder / FAILURES, {"failures": words})
         programs = []
-        for path, each in _programs(self.folder, failures).items():
-            path.write_text(_words(report, each), encoding="utf-8")
+        for path, failure in _programs(self.folder, failures).items():
+            path.write_text(_words(report, failure), encoding="utf-8")
             programs.append(path)
         for path in before - set(programs):
             path.unlink(missing_ok=True)
@@ -146,8 +148,8 @@ class Corpus:
             for name, value in line.details.get("signature", {}).items():
                 values.setdefault(name, Counter())[value] += line.cases
             counts.update(line.details.get("counts", {}))
-            for name, each in line.details.get("seconds", {}).items():
-                stages[name] = stages.get(name, 0.0) + each
+            for name, spent in line.details.get("seconds", {}).items():
+                stages[name] = stages.get(name, 0.0) + spent
         seconds = sum(line.seconds for line in batches)
         cases = sum(line.cases for line in batches)
         return {
@@ -161,7 +163,7 @@ class Corpus:
             "devices": sorted({line.device for line in self.lines}),
             "seconds of signatures": round(seconds, 1),
             "cases per second and worker": round(cases / seconds, 1) if seconds else 0,
-            "stages": {name: round(each, 1) for name, each in stages.items()},
+            "stages": {name: round(spent, 1) for name, spent in stages.items()},
             "counts": dict(counts),
             "values": {name: dict(its.most_common()) for name, its in values.items()},
         }
@@ -203,7 +205,8 @@ class Corpus:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))["failures"]
             return [
-                Result(**each | {"status": Status(each["status"])}) for each in found
+                Result(**stored | {"status": Status(stored["status"])})
+                for stored in found
             ]
         except (ValueError, KeyError, TypeError):
             raise _unreadable(file) from None
@@ -225,7 +228,7 @@ def check_numbers(minutes: float, **numbers: int | None) -> None:
 
 def summary_markdown(implementation: str, summary: dict[str, Any]) -> str:
     """Return the summary of a corpus as Markdown."""
-    stages = ", ".join(f"{name} {each} s" for name, each in summary["stages"].items())
+    stages = ", ".join(f"{name} {spent} s" for name, spent in summary["stages"].items())
     lines = [
         f"# Corpus of {implementation}",
         "",
@@ -259,7 +262,7 @@ def _check_writable(folder: Path) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise NotADirectoryError(f"corpus = {folder}: {existing} is not a folder")
-    longest = max(len(os.fsencode(each)) for each in folder.parts)
+    longest = max(len(os.fsencode(part)) for part in folder.parts)
     if longest > (most := os.pathconf(existing, "PC_NAME_MAX")):
         raise ValueError(
             f"corpus = {folder}: a name of {longest} bytes, expected at most {most}"
@@ -291,16 +294,16 @@ def _replace(path: Path, words: dict[str, Any]) -> None:
 def _programs(folder: Path, failures: Sequence[Result]) -> dict[Path, Result]:
     """Return the file of the program that reproduces each failure that has a case."""
     found: dict[Path, Result] = {}
-    for each in failures:
-        if not each.case:
+    for failure in failures:
+        if not failure.case:
             continue
-        words = f"{each.law}  {SEVERITIES[severity_of(each)]}".lower()
+        words = f"{failure.law}  {SEVERITIES[severity_of(failure)]}".lower()
         name = re.sub(r"[^a-z0-9 ]+", "", words).replace(" ", "_")
         path, number = folder / f"{name}.py", 1
         while path in found:
             number += 1
             path = folder / f"{name}_{number}.py"
-        found[path] = each
+        found[path] = failure
     return found
 
 

@@ -139,16 +139,16 @@ def fuzz_implementation(
         try:
             with ThreadPoolExecutor(workers) as pool:
                 loops = [
-                    pool.submit(_work, each, drawing, run, deadline, on_result)
-                    for each in processes
+                    pool.submit(_work, process, drawing, run, deadline, on_result)
+                    for process in processes
                 ]
                 try:
                     for loop in loops:
                         loop.result()
                 except BaseException:
                     drawing.stop()
-                    for each in processes:
-                        each.stop()
+                    for process in processes:
+                        process.stop()
                     raise
         finally:
             run.seconds = time.monotonic() - began
@@ -214,9 +214,11 @@ class _Drawing:
         self.tried = corpus.tried_batches()
         self.seeds = corpus.next_seeds()
         self.failures = list(failures)
-        self.closed = {each.law for each in failures}
+        self.closed = {failure.law for failure in failures}
         self.broken = {
-            each for each in corpus.broken_signatures() if each[0] in self.closed
+            signature
+            for signature in corpus.broken_signatures()
+            if signature[0] in self.closed
         }
         self.unit = 0
         self.at_law = 0
@@ -323,9 +325,9 @@ class _Drawing:
                 return result.cases
             self.failures.append(result)
             alike = [
-                each
-                for each in self.failures
-                if (each.law, each.symptom) == (result.law, result.symptom)
+                failure
+                for failure in self.failures
+                if (failure.law, failure.symptom) == (result.law, result.symptom)
             ]
             if job.signature is None:
                 self.closed.add(law.name)
@@ -337,7 +339,7 @@ class _Drawing:
 
     def _close(self, law: Law) -> None:
         self.closed.add(law.name)
-        self.signed = [each for each in self.signed if each is not law]
+        self.signed = [other for other in self.signed if other is not law]
 
     def _count(self, result: Result) -> None:
         """Add a result to those of its law in this run."""
@@ -416,16 +418,16 @@ def _finish(
         worker = Worker(run.implementation, run.device, SECONDS_OF_A_LAW)
         found += try_symptoms_again(worker, new, SECONDS_AGAIN)
     failures = []
-    for number, each in enumerate(found):
-        if number < UNEXPLAINED and not each.cause:
-            (each,) = explain_nans(run.implementation, run.device, [each])
-        failures.append(each)
+    for number, result in enumerate(found):
+        if number < UNEXPLAINED and not result.cause:
+            (result,) = explain_nans(run.implementation, run.device, [result])
+        failures.append(result)
     everything = Report(run.implementation, run.device, tuple(failures))
     run.failures = [symptom.first for symptom in everything.symptoms()]
     # what is stored stays while it fails, also if another failure is like it now
     stay = [*run.failures, *failures[: len(still)]]
-    kept = {(each.law, each.case, each.symptom): each for each in stay}
-    broken = {each.law for each in run.failures}
+    kept = {(failure.law, failure.case, failure.symptom): failure for failure in stay}
+    broken = {failure.law for failure in run.failures}
     held = [
         drawing.results[law.name]
         for law in laws
@@ -434,7 +436,7 @@ def _finish(
     run.report = Report(
         run.implementation,
         run.device,
-        (*(each for each in held if each.ok), *run.failures),
+        (*(result for result in held if result.ok), *run.failures),
         {"cases": run.cases, "signatures": run.signatures},
     )
     run.missing = [law.name for law in laws if law.name in drawing.missing]

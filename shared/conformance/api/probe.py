@@ -157,7 +157,7 @@ class _Probe:
         values = self._find_values()
         found: dict[str, Any] = {"operations": ["paged_attention"]}
         found["devices"] = [self.worker.device.partition(":")[0]]
-        found["dtypes"] = [each for each in DTYPES if each in values["dtype"]]
+        found["dtypes"] = [dtype for dtype in DTYPES if dtype in values["dtype"]]
         for name, plural in FIELDS.items():
             if len(values[name]) < len(SIZES[name]):
                 found[plural] = sorted(map(int, values[name]))
@@ -212,11 +212,11 @@ class _Probe:
             for name, values in axes.items()
         ]
         for round_ in zip_longest(*changes):
-            for name, value in self.taken([each for each in round_ if each]):
+            for name, value in self.taken([change for change in round_ if change]):
                 found[name].append(value)
         if "mixed" not in found["batch"]:
             others = ("prefill", "verification", "decode")
-            for value in (each for each in others if each != self.base["batch"]):
+            for value in (kind for kind in others if kind != self.base["batch"]):
                 found["batch"] += [value] * self.takes({"batch": value})
         return found
 
@@ -224,17 +224,19 @@ class _Probe:
         """Declare the options, and those of their values, that are taken. Return one of each."""
         chosen: dict[str, str] = {}
         columns = [
-            [(name, each) for each in OPTIONS[name].values[1:] if each != "cross"]
+            [(name, value) for value in OPTIONS[name].values[1:] if value != "cross"]
             for name in OPTION_NAMES
         ]
         for round_ in zip_longest(*columns):
-            rest = [each for each in round_ if each]
+            rest = [change for change in round_ if change]
             rest = [
-                each for each in rest if each[0] not in chosen or each[0] == "causal"
+                change
+                for change in rest
+                if change[0] not in chosen or change[0] == "causal"
             ]
             while rest:
                 group = compatible(self.base, rest)
-                rest = [each for each in rest if each not in group]
+                rest = [change for change in rest if change not in group]
                 for name, value in self.taken(group):
                     chosen.setdefault(name, value)
                     if name == "causal":
@@ -256,12 +258,12 @@ class _Probe:
         scales = [*SCALES]
         for cache, dtype in STORED.items():
             taken = [
-                each for each in scales if self.takes({"cache": cache, "scales": each})
+                kind for kind in scales if self.takes({"cache": cache, "scales": kind})
             ]
             if not taken:
                 continue
             if not caches:
-                kinds = [SCALES[each] for each in taken]
+                kinds = [SCALES[kind] for kind in taken]
                 self.options |= {"k_scale": kinds, "v_scale": kinds}
             caches.append(dtype)
             scales = taken[:1]  # the scales of another dtype are not tried again
@@ -284,11 +286,11 @@ class _Probe:
         """Return the values of another option that can be combined with a change."""
         beside = {name: its for name, its in self.base.items() if name != other}
         values = allowed(beside | dict([change]), other)
-        return [each for each in values if each != PLAIN[other]]
+        return [value for value in values if value != PLAIN[other]]
 
     def _are_together(self, one: Change, other: Change) -> bool:
         """Return whether the kernel takes two changes in one call."""
-        return any({one, other} <= each for each in self.together) or self.takes(
+        return any({one, other} <= changes for changes in self.together) or self.takes(
             dict((one, other))
         )
 

@@ -26,7 +26,7 @@ def layouts(values: dict[str, list[str]]) -> dict[str, Any]:
         strides |= {"key_cache": rows, "value_cache": rows}
         if rows == "rows" and "padded" not in taken:
             found["alignment"] = 16
-    for name, forms in ((each, values[each]) for each in STRIDES if each in values):
+    for name, forms in ((name, values[name]) for name in STRIDES if name in values):
         if needed := _needed_strides(forms):
             strides[name.split()[0]] = needed
         if needed == "rows" and name != "block_table strides" and "padded" not in forms:
@@ -72,10 +72,10 @@ def as_python(found: dict[str, Any], comments: list[str]) -> str:
     Support(**found)  # raises if it contradicts itself
     lines = ["from pagetwin.conformance import Support", "", *comments]
     lines.append("SUPPORT = Support(")
-    for each in fields(Support):
-        value = found.get(each.name)
+    for field in fields(Support):
+        value = found.get(field.name)
         if value is not None and value != {}:
-            lines.append(f"    {each.name}={value!r},")
+            lines.append(f"    {field.name}={value!r},")
     return "\n".join([*lines, ")"])
 
 
@@ -100,7 +100,7 @@ def comments(
         lines += wrap(text, 96, initial_indent="# ", subsequent_indent="#   ")
     if untried:
         lines.append("# The time was over. What was not tried is not declared.")
-    return lines + [f"# not tried: {each}" for each in _shown(untried)]
+    return lines + [f"# not tried: {words}" for words in _shown(untried)]
 
 
 def _shown(values: Mapping[str, Sequence[str]]) -> list[str]:

@@ -106,9 +106,9 @@ class Support:
 
     def _problems(self) -> Iterator[str]:
         """Yield what contradicts itself, each as the rest of a sentence after `SUPPORT.`."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            yield from _problems_of_type(each.name, value)
+        for declared in fields(self):
+            value = getattr(self, declared.name)
+            yield from _problems_of_type(declared.name, value)
             may_be_empty = (
                 "options",
                 "rejects",
@@ -117,9 +117,11 @@ class Support:
                 "never_together",
                 "reads_past",
             )
-            is_list = isinstance(value, Collection) and each.name not in may_be_empty
-            if is_list and not value and each.name != "tensor_dtypes":
-                yield f"{each.name} = {value!r}: expected at least one, or no such field"
+            is_list = (
+                isinstance(value, Collection) and declared.name not in may_be_empty
+            )
+            if is_list and not value and declared.name != "tensor_dtypes":
+                yield f"{declared.name} = {value!r}: expected at least one, or no such field"
         for name, known in (
             ("rejects", REJECTS),
             ("kv_layouts", KV_LAYOUTS),
@@ -183,7 +185,7 @@ class Support:
         if "sinks" in self.tensor_dtypes and "sinks" not in self.options:
             yield "tensor_dtypes has 'sinks', which options lacks"
         caches = list(self.cache_dtypes or ())
-        is_quantised = caches != [] and all("float8" in each for each in caches)
+        is_quantised = caches != [] and all("float8" in cache for cache in caches)
         if is_quantised and "k_scale" not in self.options:
             yield (
                 f"cache_dtypes has only {', '.join(caches)}, and options lacks 'k_scale',"
@@ -275,11 +277,13 @@ class Support:
                     )
                     if count > 1
                 ]
-                if any(each % self.alignment for each in [*steps, tensor.data_ptr()]):
+                if any(
+                    number % self.alignment for number in [*steps, tensor.data_ptr()]
+                ):
                     return f"{name} that is not aligned to {self.alignment} bytes"
         for names in self.same_strides:
             given = [tensors[name] for name in names if name in tensors]
-            if len({tuple(each.stride()) for each in given}) > 1:
+            if len({tuple(tensor.stride()) for tensor in given}) > 1:
                 return f"other strides of {' than of '.join(names)}"
         return None
 
@@ -330,7 +334,7 @@ def _is_among(name: str, value: Any, declared: Any) -> bool:
     kinds = {kind_of(name, value)} | (
         {"tensor"} if isinstance(value, Tensor) else set()
     )
-    if kinds & {each for each in taken if isinstance(each, str)}:
+    if kinds & {kind for kind in taken if isinstance(kind, str)}:
         return True
     return not isinstance(value, Tensor) and value in taken
 
@@ -379,7 +383,7 @@ def _has_strides(tensor: Tensor, needed: str | None) -> bool:
 def has_same_caches(support: Support) -> bool:
     """Return whether key and value caches need the same strides."""
     pairs = [set(names) for names in support.same_strides]
-    return any({"key_cache", "value_cache"} <= each for each in pairs)
+    return any({"key_cache", "value_cache"} <= pair for pair in pairs)
 
 
 def bounds_of(numbers: Collection[int]) -> tuple[int, int]:

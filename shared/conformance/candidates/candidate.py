@@ -158,7 +158,9 @@ class Candidate:
     ) -> Callable[..., Any]:
         """Return an operation that raises OutsideSupport outside of the declared support."""
         taken = inspect.signature(function).parameters
-        takes_any = any(each.kind == each.VAR_KEYWORD for each in taken.values())
+        takes_any = any(
+            parameter.kind == parameter.VAR_KEYWORD for parameter in taken.values()
+        )
 
         @wraps(function)
         def call(*args: Any, **given: Any) -> Any:
@@ -296,8 +298,8 @@ def load_candidate(name: str) -> Candidate:
             f"{name}.SUPPORT is {support!r}: expected a pagetwin.conformance.Support"
         )
     declared = {
-        name: each
-        for name, each in operations.items()
+        name: operation
+        for name, operation in operations.items()
         if not is_undeclared(name, support)
     }
     if GUARD.guards(given):
@@ -313,7 +315,7 @@ def is_undeclared(name: str, support: Support) -> bool:
 
 @cache
 def _all_operations() -> frozenset[str]:
-    names = {name for each in CONCEPTS for name in each.operations}
+    names = {name for concept in CONCEPTS for name in concept.operations}
     return frozenset(names | {"BACKENDS"})
 
 
@@ -353,10 +355,14 @@ def _signature(operation: str) -> inspect.Signature:
 def arguments_with_default() -> set[str]:
     """Return the names of all arguments of operations that may be left out."""
     reference = load_implementation("reference")
-    names = [name for each in CONCEPTS for name in each.operations]
+    names = [name for concept in CONCEPTS for name in concept.operations]
     found = [_signature(name) for name in names if callable(getattr(reference, name))]
-    parameters = [each for one in found for each in one.parameters.values()]
-    return {each.name for each in parameters if each.default is not each.empty}
+    parameters = [parameter for one in found for parameter in one.parameters.values()]
+    return {
+        parameter.name
+        for parameter in parameters
+        if parameter.default is not parameter.empty
+    }
 
 
 def _takes(operation: Callable[..., Any], argument: str) -> bool:
@@ -428,8 +434,10 @@ def why_outside(
     """
     given = {
         name: arguments[name]
-        for name, each in _signature(operation).parameters.items()
-        if each.default is not each.empty and name in arguments and name != "options"
+        for name, parameter in _signature(operation).parameters.items()
+        if parameter.default is not parameter.empty
+        and name in arguments
+        and name != "options"
     }
     given |= unpack_options(arguments.get("options", DEFAULT_OPTIONS))
     options = {
@@ -438,7 +446,9 @@ def why_outside(
         if not _is_plain(operation, name, value)
     }
     tensors = {
-        name: each for name, each in arguments.items() if isinstance(each, Tensor)
+        name: argument
+        for name, argument in arguments.items()
+        if isinstance(argument, Tensor)
     }
     if {"q_nope", "q_pe", "kv_cache"} <= tensors.keys():
         # latents: one KV head, which keys and values share
@@ -469,6 +479,6 @@ def _lengths(arguments: Mapping[str, Any], support: Support) -> dict[str, list[i
         lens: list[int] = []
         if isinstance(counts, Tensor) and counts.dim() == 1 and not counts.is_meta:
             counts = counts.diff() if name == "query_lens" else counts
-            lens = [int(each) for each in counts.tolist()]
+            lens = [int(count) for count in counts.tolist()]
         found[name] = lens + [bound] * (bound > bounds_of(taken)[1])
     return found

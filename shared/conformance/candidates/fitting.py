@@ -63,14 +63,14 @@ def fit_case(case: Any, support: Support) -> Any:
         found = case.within(support)
         return case if found == case else found
     if type(case) is tuple:
-        parts = tuple(fit_case(each, support) for each in case)
+        parts = tuple(fit_case(part, support) for part in case)
         is_same = all(one is other for one, other in zip(parts, case, strict=True))
         return case if is_same else parts
     if is_dataclass(case) and not isinstance(case, type):
-        given = {each.name: getattr(case, each.name) for each in fields(case)}
-        fitted = {name: fit_case(each, support) for name, each in given.items()}
+        given = {field.name: getattr(case, field.name) for field in fields(case)}
+        fitted = {name: fit_case(value, support) for name, value in given.items()}
         changed = {
-            name: each for name, each in fitted.items() if each is not given[name]
+            name: value for name, value in fitted.items() if value is not given[name]
         }
         return replace(case, **changed) if changed else case
     return case
@@ -87,7 +87,7 @@ def _nearest(value: Value, taken: Collection[Value] | None, turn: int) -> Value:
 def _fit_plan(plan: BatchPlan, support: Support) -> BatchPlan:
     """Return a plan with supported sizes, dtype, layouts and lengths."""
     query_lens = tuple(
-        nearest_length(each, support.query_lens) for each in plan.query_lens
+        nearest_length(query_len, support.query_lens) for query_len in plan.query_lens
     )
     kv_lens = tuple(
         nearest_length(max(keys, new), support.seq_lens)
@@ -125,7 +125,7 @@ def _drawn_dtypes(support: Support) -> Collection[str] | None:
     """Return the supported dtypes of queries that cases are drawn in."""
     if support.dtypes is None:
         return None
-    return [each for each in support.dtypes if each in DTYPES] or None
+    return [dtype for dtype in support.dtypes if dtype in DTYPES] or None
 
 
 LENGTHS = {
@@ -154,8 +154,8 @@ def _fit_choice(choice: Choice, support: Support) -> Choice:
     lens = support.query_lens
     if lens is not None:
         own = choice["batch"]
-        kinds = [own, *(each for each in LENGTHS if each != own)]
-        inside = [each for each in kinds if all(n in lens for n in LENGTHS[each])]
+        kinds = [own, *(kind for kind in LENGTHS if kind != own)]
+        inside = [kind for kind in kinds if all(n in lens for n in LENGTHS[kind])]
         fitted["batch"] = inside[0] if inside else "decode"
     size, dtype = int(fitted["head_size"]), DTYPES[fitted["dtype"]]
     fitted["layout"] = nearest_layout(choice["layout"], support, size, dtype, turn)
@@ -215,7 +215,7 @@ def _fit_options(fitted: Choice, support: Support) -> None:
                 break
     stored = STORED.get(fitted["cache"])
     if stored is not None:
-        scales = [each for each in SCALES if _takes(support, "k_scale", SCALES[each])]
+        scales = [kind for kind in SCALES if _takes(support, "k_scale", SCALES[kind])]
         dtypes = support.cache_dtypes
         if not scales or (dtypes is not None and stored not in dtypes):
             fitted["cache"], fitted["scales"] = "as the query", "none"

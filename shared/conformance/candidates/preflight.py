@@ -44,7 +44,7 @@ def check_can_run(implementation: str, device: str | None) -> None:
     _check_name_of_device(device)
     ours, theirs = os.pipe()
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
+    environment["PYTHONPATH"] = os.pathsep.join(folder or "." for folder in sys.path)
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import main; main({theirs})"],
@@ -225,10 +225,10 @@ def _line_in(implementation: str, error: Exception) -> str:
         return file_format.line_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [
-        each
-        for each in frames
-        if Path(each.filename).stem == implementation.split(".")[-1]
-        or each.filename.endswith(implementation)
+        frame
+        for frame in frames
+        if Path(frame.filename).stem == implementation.split(".")[-1]
+        or frame.filename.endswith(implementation)
     ]
     return f" (line {own[-1].lineno})" if own else ""
 
@@ -236,7 +236,7 @@ def _line_in(implementation: str, error: Exception) -> str:
 def _operations() -> set[str]:
     from ...contract.operations import CONCEPTS
 
-    names = {operation for each in CONCEPTS for operation in each.operations}
+    names = {operation for concept in CONCEPTS for operation in concept.operations}
     return names | {"BACKENDS"}
 
 
@@ -251,7 +251,9 @@ def _options() -> set[str]:
 def _dtypes() -> set[str]:
     import torch
 
-    return {name for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+    return {
+        name for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+    }
 
 
 def _check_names(

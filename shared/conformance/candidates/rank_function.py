@@ -88,7 +88,7 @@ def step_of_ranks(function: RankFunction, options: Collection[str] = ()) -> Any:
         step = RankStep(
             self.of_rank[2], block_table, query_start_loc, seq_lens, max_seq_len, causal
         )
-        parts = {each.name: getattr(found, each.name) for each in fields(RankBatch)}
+        parts = {field.name: getattr(found, field.name) for field in fields(RankBatch)}
         return _StepBatch(**parts, step=step)
 
     def attend(

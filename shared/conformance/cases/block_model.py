@@ -29,7 +29,9 @@ def content_of(tokens: Sequence[int], extra: int, end: int) -> Content:
     seen = tuple(
         mm_feature for mm_feature in keys.mm_features if mm_feature.offset < end
     )
-    images = tuple((each.identifier, each.offset, each.length) for each in seen)
+    images = tuple(
+        (feature.identifier, feature.offset, feature.length) for feature in seen
+    )
     return tuple(tokens[:end]), keys.lora_name, keys.cache_salt, images
 
 
@@ -261,7 +263,9 @@ def _allocate(
         computed = len(hits) * size
     # what the window has passed, what must not be written, and what is missing
     first_visible = model.first_visible(computed)
-    passed = [each for each in before[:first_visible] if model.is_block(each)]
+    passed = [
+        block_id for block_id in before[:first_visible] if model.is_block(block_id)
+    ]
     num_slots = len(tokens) + num_lookahead_tokens
     written = range(computed // size, -(-num_slots // size))
     replaced = [
@@ -274,14 +278,19 @@ def _allocate(
     for index in replaced:
         row[index] = None
     row += [None] * (written.stop - len(row))
-    released = [each for each in passed if model.ref_cnt(each) == 1]
-    newly_cached = [each for each in reversed(released) if each in model.known]
-    cached = [each for each in model.cached if each not in hits] + newly_cached
-    free = [each for each in model.free if each not in hits]
+    released = [block_id for block_id in passed if model.ref_cnt(block_id) == 1]
+    newly_cached = [
+        block_id for block_id in reversed(released) if block_id in model.known
+    ]
+    cached = [
+        block_id for block_id in model.cached if block_id not in hits
+    ] + newly_cached
+    free = [block_id for block_id in model.free if block_id not in hits]
     call: dict[str, Any] = {
         "request_id": request_id,
         "num_computed_tokens": computed,
-        "free": free + [each for each in released if each not in model.known],
+        "free": free
+        + [block_id for block_id in released if block_id not in model.known],
         "cached": cached,
         "num_needed": row.count(None),
         "before": list(before),
@@ -290,7 +299,9 @@ def _allocate(
             (before[index], index) for index in replaced if index * size < computed
         ],
         "protected": [
-            each for each in before[first_visible:] if model.is_protected(each)
+            block_id
+            for block_id in before[first_visible:]
+            if model.is_protected(block_id)
         ],
     }
     try:

@@ -51,9 +51,9 @@ class CacheSizes:
         Numbers of blocks, slots and heads are kept: the slots of a write depend on them.
         """
         taken = [
-            each
-            for each in DTYPES
-            for name in [str(each).removeprefix("torch.")]
+            dtype
+            for dtype in DTYPES
+            for name in [str(dtype).removeprefix("torch.")]
             if support.dtypes is None or name in support.dtypes
             if support.cache_dtypes is None or name in support.cache_dtypes
         ]

@@ -212,7 +212,7 @@ def _store_queries(plan: _Plan, queries: Tensor, is_fused: bool) -> Tensor:
 def _store_ragged(plan: _Plan, numbers: _Numbers, pick: Random) -> dict[str, Any]:
     """Return the arguments with keys and values, one request after another."""
     count = sum(plan.key_lens)
-    key, value = (each[0] for each in plan.empty(1, count + plan.padding))
+    key, value = (part[0] for part in plan.empty(1, count + plan.padding))
     if count:
         for tensor, drawn, scale in (
             (key, numbers.keys, plan.scales[0]),

@@ -78,25 +78,25 @@ def moved_together(
     copies memory that is not pinned. The tensors are views of one allocation, with at least one
     byte of garbage after each.
     """
-    packed = {name: each.contiguous() for name, each in tensors.items()}
+    packed = {name: tensor.contiguous() for name, tensor in tensors.items()}
     begins, end = [], 0
-    for each in packed.values():
+    for tensor in packed.values():
         begins.append(end)
-        end += (each.nbytes // ALIGNMENT + 1) * ALIGNMENT
+        end += (tensor.nbytes // ALIGNMENT + 1) * ALIGNMENT
     is_pinned = device.type == "cuda"
     memory = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
     memory.fill_(GARBAGE_BYTE)
     first = memory.data_ptr()
-    for begin, each in zip(begins, packed.values(), strict=True):
+    for begin, tensor in zip(begins, packed.values(), strict=True):
         # two operations of torch per tensor would take longer
-        memmove(first + begin, each.data_ptr(), each.nbytes)
+        memmove(first + begin, tensor.data_ptr(), tensor.nbytes)
     there = moved(memory, device)
     whole = {dtype: there.view(dtype) for dtype in {v.dtype for v in packed.values()}}
     return {
-        name: whole[each.dtype].as_strided(
-            each.shape, each.stride(), begin // each.dtype.itemsize
+        name: whole[tensor.dtype].as_strided(
+            tensor.shape, tensor.stride(), begin // tensor.dtype.itemsize
         )
-        for begin, (name, each) in zip(begins, packed.items(), strict=True)
+        for begin, (name, tensor) in zip(begins, packed.items(), strict=True)
     }
 
 

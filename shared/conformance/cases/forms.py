@@ -129,7 +129,7 @@ def nearest_layout(
 
     if is_supported(layout):
         return layout
-    taken = [each for each in LAYOUTS if is_supported(each)] or list(LAYOUTS)
+    taken = [layout for layout in LAYOUTS if is_supported(layout)] or list(LAYOUTS)
     return taken[turn % len(taken)]
 
 

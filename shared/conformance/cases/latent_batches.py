@@ -78,13 +78,18 @@ class LatentPlan:
 
     def within(self, support: Support) -> "LatentPlan":
         """Return the nearest plan inside of the declared support."""
-        lens = [nearest_length(each, support.query_lens) for each in self.query_lens]
+        lens = [
+            nearest_length(query_len, support.query_lens)
+            for query_len in self.query_lens
+        ]
         keys = [
             nearest_length(max(key_len, new), support.seq_lens)
             for key_len, new in zip(self.key_lens, lens, strict=True)
         ]
         dtypes = support.dtypes
-        taken = [each for each in DTYPES if dtypes is None or name_of(each) in dtypes]
+        taken = [
+            dtype for dtype in DTYPES if dtypes is None or name_of(dtype) in dtypes
+        ]
         dtype = self.dtype
         if taken and dtype not in taken:
             dtype = taken[self.seed % len(taken)]
@@ -333,9 +338,9 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     fused = fused.to(plan.dtype)
     batch = replace(batch, kv_c=fused[:, :rank], k_pe=fused[:, rank : rank + rope])
     moved: dict[str, Any] = {
-        name: each.to(device)
-        for name, each in vars(batch).items()
-        if isinstance(each, Tensor)
+        name: value.to(device)
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor)
     }
     return batch if device.type == "cpu" else replace(batch, **moved)
 

@@ -128,9 +128,14 @@ def _on(name: str) -> tuple[str, tuple[str, ...]]:
 _ENCODER = ("operation", ("encoder_attention",))
 REJECTED = (
     *(
-        RejectedPair((each.other, each.values), _on(name), each.reason, each.words)
+        RejectedPair(
+            (rejection.other, rejection.values),
+            _on(name),
+            rejection.reason,
+            rejection.words,
+        )
         for name, option in OPTION_FILES.items()
-        for each in option.rejected
+        for rejection in option.rejected
     ),
     *(
         RejectedPair(
@@ -234,7 +239,7 @@ def drawn_choice(seed: int, start: Choice) -> Choice:
         return draw_choice(pick, start.items())
     operation = {"operation": start.get("operation", PLAIN["operation"])}
     choice = draw_choice(compiled(pick), operation.items()) | start
-    for name in [each for each in choice if each not in start]:
+    for name in [option for option in choice if option not in start]:
         rest = {other: value for other, value in choice.items() if other != name}
         values = allowed(rest, name)
         if choice[name] not in values:

@@ -144,8 +144,8 @@ class Call:
             pair = [self.arguments[name].cpu() for name in ("key", "value")]
             found = [
                 [
-                    each[: sum(self.key_lens)].split(list(self.key_lens))[req]
-                    for each in pair
+                    side[: sum(self.key_lens)].split(list(self.key_lens))[req]
+                    for side in pair
                 ]
                 for req in range(len(self.key_lens))
             ]
@@ -164,7 +164,7 @@ class Call:
             blocks = [row[position // block_size] for position in range(key_len)]
             offsets = [position % block_size for position in range(key_len)]
             requests.append(
-                OracleRequest(query, *(each[blocks, offsets] for each in pair))
+                OracleRequest(query, *(side[blocks, offsets] for side in pair))
             )
         return requests
 
@@ -181,7 +181,7 @@ class Call:
             values = (
                 given["value_cache"][0] if "value_cache" in given else given["value"]
             )
-            empty = (each.cpu()[:0] for each in (self.query, keys, values))
+            empty = (tensor.cpu()[:0] for tensor in (self.query, keys, values))
             requests = [OracleRequest(*empty)]
         return attend_by_hand(requests, options, len(self.query), flip)
 

@@ -135,7 +135,7 @@ def _slots_of(
     slots = table[request, np.maximum(index, 0) // size].astype(np.int64) * size
     slots += np.maximum(index, 0) % size
     is_new = position >= (key_lens - new_lens)[request]
-    old, new = (np.flatnonzero(is_own & each) for each in (~is_new, is_new))
+    old, new = (np.flatnonzero(is_own & is_kind) for is_kind in (~is_new, is_new))
     return _Table(table, num_blocks), (old, slots[old]), (new, slots[new])
 
 

@@ -92,7 +92,9 @@ def _draw_step(pick: Random, block_size: int) -> tuple[RankLayout, int, int]:
             group = copies * pick.choice([1, 2])
         else:
             group = world_size
-    divisors = [each for each in range(1, block_size + 1) if block_size % each == 0]
+    divisors = [
+        divisor for divisor in range(1, block_size + 1) if block_size % divisor == 0
+    ]
     interleave_size = pick.choice([1, block_size, *divisors, *divisors])
     splits = None
     if pick.random() < 0.3:
@@ -102,7 +104,7 @@ def _draw_step(pick: Random, block_size: int) -> tuple[RankLayout, int, int]:
             if interleave_size % run == 0
             for times in (1, 2)
         ]
-        splits = pick.choice([each for each in drawn if each[0] <= MAX_SPLITS])
+        splits = pick.choice([split for split in drawn if split[0] <= MAX_SPLITS])
     exchange = "all_to_all" if splits else pick.choice(["all_to_all", "reduce_scatter"])
     ranks = RankLayout(
         STEP, world_size, tp_world_size, interleave_size, exchange, splits

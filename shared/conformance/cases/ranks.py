@@ -84,8 +84,8 @@ class RankLayout:
 
     def idle_ranks(self, key_lens: tuple[int, ...]) -> int:
         """Return how often a rank has no key of a request that has keys."""
-        runs = [-(-each // self.interleave_size) for each in key_lens if each]
-        return sum(max(0, self.world_size - each) for each in runs)
+        runs = [-(-key_len // self.interleave_size) for key_len in key_lens if key_len]
+        return sum(max(0, self.world_size - run) for run in runs)
 
     def simpler(self) -> Iterator["RankLayout"]:
         """Yield ranks that are simpler by one change."""

@@ -120,8 +120,8 @@ def copied(call: Call) -> Call:
     return replace(
         call,
         arguments={
-            name: copy_of(each) if isinstance(each, Tensor) else each
-            for name, each in call.arguments.items()
+            name: copy_of(argument) if isinstance(argument, Tensor) else argument
+            for name, argument in call.arguments.items()
         },
     )
 
@@ -160,9 +160,9 @@ def given_away(call: Call) -> Call:
     kept: set[int] = set()
     token = 0
     options = {
-        name: each.cpu() if isinstance(each, Tensor) else each
-        for name, each in call.arguments.items()
-        if each is not None
+        name: argument.cpu() if isinstance(argument, Tensor) else argument
+        for name, argument in call.arguments.items()
+        if argument is not None
     }
     for req, (query_len, key_len) in enumerate(
         zip(call.query_lens, call.key_lens, strict=True)
@@ -230,15 +230,15 @@ def as_views(call: Call, names: Iterable[str]) -> Call:
     """Return the call with strided views as some tensors, and garbage between their elements."""
     changes: dict[str, Tensor] = {}
     for name in names:
-        each = call.arguments[name]
-        if not isinstance(each, Tensor):
+        argument = call.arguments[name]
+        if not isinstance(argument, Tensor):
             continue
-        if each.dtype == torch.int32:
-            changes[name] = with_strided(each, 10**6)
-        elif each.dtype == torch.bool:
-            changes[name] = with_strided(each, 1)
-        elif each.dim() == 2:
-            changes[name] = apart(each.T).T
+        if argument.dtype == torch.int32:
+            changes[name] = with_strided(argument, 10**6)
+        elif argument.dtype == torch.bool:
+            changes[name] = with_strided(argument, 1)
+        elif argument.dim() == 2:
+            changes[name] = apart(argument.T).T
         else:
-            changes[name] = apart(each[:, None], NAN)[:, 0]
+            changes[name] = apart(argument[:, None], NAN)[:, 0]
     return call.changed(**changes)

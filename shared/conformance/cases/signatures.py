@@ -167,7 +167,7 @@ class SignedBatch:
 
     def simpler(self) -> Iterator["SignedBatch"]:
         """Yield batches that are simpler by one change, the largest simplification first."""
-        return (each for each in self._simpler() if each.signature.is_valid)
+        return (batch for batch in self._simpler() if batch.signature.is_valid)
 
     def _simpler(self) -> Iterator["SignedBatch"]:
         reqs = list(zip(self.query_lens, self.key_lens, self.needles, strict=True))
@@ -278,7 +278,9 @@ def draw_batch(signature: Signature, index: int) -> SignedBatch:
         signature=signature,
         query_lens=tuple(new for new, _ in lens),
         key_lens=tuple(keys for _, keys in lens),
-        needles=tuple(_draw_needle(pick, signature, *each) for each in lens),
+        needles=tuple(
+            _draw_needle(pick, signature, *lens_of_request) for lens_of_request in lens
+        ),
         table=pick.choice(TABLES),
         poison=pick.choice(["nan", *POISONS]),
         entries=pick.choice(["far outside", *ENTRIES]),
@@ -334,7 +336,7 @@ def _draw_needle(pick: Random, signature: Signature, new: int, keys: int) -> int
         return -1
     size, last = signature.block_size, keys - 1
     edges = [0, last, keys - new, last // size * size, last // 32 * 32, last // 64 * 64]
-    edges += [last - each for each in _edges(signature)[-3:]]
+    edges += [last - edge for edge in _edges(signature)[-3:]]
     edges.append(pick.randrange(keys))
     return min(max(0, pick.choice(edges) - pick.choice([0, 0, 1])), last)
 

@@ -101,7 +101,7 @@ def build_signed(batch: SignedBatch, device: torch.device) -> SignedCall:
     parts = _quantised(batch, parts, scales or (1.0, 1.0))
     if "kept" in there:
         kept = there["kept"]
-        parts = [bits(each).index_select(1, kept).view(each.dtype) for each in parts]
+        parts = [bits(part).index_select(1, kept).view(part.dtype) for part in parts]
     arguments["query"] = _store_query(batch, query)
     arguments |= _store_keys(batch, parts, blocks, there)
     call = Call(
@@ -196,10 +196,10 @@ def _draw_numbers(
     query = numbers.take((sum(batch.query_lens), heads, size), DTYPES[choice["dtype"]])
     shapes = [(2, total, kv_heads, size)]
     if choice["value_head_size"] != "as the keys":
-        shapes = [(1, total, kv_heads, each) for each in (size, size + 5)]
+        shapes = [(1, total, kv_heads, width) for width in (size, size + 5)]
     parts = [numbers.take(shape, wide) for shape in shapes]
     if "at" in there:
-        parts = [each.clone() for each in parts]
+        parts = [part.clone() for part in parts]
         keys, values = parts[0][0], parts[-1][-1]
         at = there["at"]
         keys.index_copy_(0, at, there["needle"].expand(len(at), *keys.shape[1:]))
@@ -220,11 +220,13 @@ def _quantised(
         return parts
     most = torch.finfo(stored).max
     pair = [
-        each / (scale.view(-1, 1) if isinstance(scale, Tensor) else scale)
-        for each, scale in zip((parts[0][0], parts[-1][-1]), scales, strict=True)
+        numbers / (scale.view(-1, 1) if isinstance(scale, Tensor) else scale)
+        for numbers, scale in zip((parts[0][0], parts[-1][-1]), scales, strict=True)
     ]
-    parts = [torch.stack(pair)] if len(parts) == 1 else [each[None] for each in pair]
-    return [each.clamp_(-most, most).to(stored) for each in parts]
+    parts = (
+        [torch.stack(pair)] if len(parts) == 1 else [numbers[None] for numbers in pair]
+    )
+    return [part.clamp_(-most, most).to(stored) for part in parts]
 
 
 def _store_query(batch: SignedBatch, query: Tensor) -> Tensor:

@@ -37,14 +37,14 @@ class Runs(tuple[Any, ...]):
 
     def __new__(cls, *runs: tuple[Any, int]) -> "Runs":
         """Return the values of all runs."""
-        return super().__new__(cls, [each for each, n in runs for _ in range(n)])
+        return super().__new__(cls, [value for value, n in runs for _ in range(n)])
 
     def __repr__(self) -> str:
-        runs = [(each, len(list(own))) for each, own in groupby(self)]
+        runs = [(value, len(list(own))) for value, own in groupby(self)]
         return f"Runs({', '.join(map(repr, runs))})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runs, tuple((each, 1) for each in self)
+        return Runs, tuple((value, 1) for value in self)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def lives(draw: st.DrawFn) -> Life:
     """Return moves that fill rows completely, reuse them after longer rows, and copy them."""
     pick = Random(draw(st.integers(0, 2**20)))
     kernel = pick.choice([1, 2, 4, 6])
-    interleave = pick.choice([each for each in (1, 2, 3, 4) if kernel % each == 0])
+    interleave = pick.choice([size for size in (1, 2, 3, 4) if kernel % size == 0])
     per_block = pick.choice([1, 1, 2, 3])
     reqs, width = pick.choice([1, 2, 3, 4]), pick.choice([1, 2, 3])
     top = pick.choice([64, (LARGEST + 1) // per_block])

@@ -90,14 +90,14 @@ class Traffic:
         """Blocks that each request needs at most, with the null block if there is a window."""
         size = self.block_size
         needed = [
-            -(-(each.prompt_len + each.max_tokens - 1) // size)
-            for each in self.arrivals
+            -(-(arrival.prompt_len + arrival.max_tokens - 1) // size)
+            for arrival in self.arrivals
         ]
         if self.window is None:
             return needed
         # what a chunk attends to, and itself, from any slot of a block on
         at_once = -(-(self.window - 1 + self.token_budget) // size) + 1
-        return [min(each, at_once) + 1 for each in needed]
+        return [min(count, at_once) + 1 for count in needed]
 
     @property
     def enough_blocks(self) -> int:
@@ -223,13 +223,13 @@ def make_requests(traffic: Traffic) -> list[Request]:
     return [
         Request(
             number,
-            each.prompt,
-            each.max_tokens,
+            arrival.prompt,
+            arrival.max_tokens,
             [STOP_TOKEN],
-            each.priority,
-            EXTRA_KEYS[each.extra],
+            arrival.priority,
+            EXTRA_KEYS[arrival.extra],
         )
-        for number, each in enumerate(traffic.arrivals)
+        for number, arrival in enumerate(traffic.arrivals)
     ]
 
 
@@ -252,7 +252,7 @@ def serve(
     )
     most: dict[int, int] = dict.fromkeys(range(len(requests)), 0)
     limit = 50 + 20 * sum(
-        each.prompt_len + each.max_tokens for each in traffic.arrivals
+        arrival.prompt_len + arrival.max_tokens for arrival in traffic.arrivals
     )
     before: list[Interruption] = []
     for step in range(limit):
@@ -266,8 +266,8 @@ def serve(
             if not order:
                 return
             continue
-        running = [each.request_id for each in scheduler.running]
-        waiting = [each.request_id for each in scheduler.waiting]
+        running = [request.request_id for request in scheduler.running]
+        waiting = [request.request_id for request in scheduler.waiting]
         computed = {number: requests[number].num_computed_tokens for number in most}
         rows = {number: manager.get_block_ids(number) for number in running}
         output = scheduler.schedule()
@@ -286,19 +286,19 @@ def serve(
         if traffic.is_abort_late:
             before.append(_abort(scheduler, traffic, step))
         sampled = {}
-        for each in output.scheduled_requests:
-            number = each.request.request_id
+        for scheduled in output.scheduled_requests:
+            number = scheduled.request.request_id
             assert isinstance(number, int)
-            end = each.num_computed_tokens + each.num_scheduled_tokens
+            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             most[number] = max(most[number], end)
-            if each.samples_token:
-                sampled[number] = traffic.arrivals[number].sample(each.request)
+            if scheduled.samples_token:
+                sampled[number] = traffic.arrivals[number].sample(scheduled.request)
         scheduler.update_from_output(output, sampled)
     raise AssertionError(f"not all requests are finished after {limit} steps")
 
 
 def _unfinished(scheduler: Any) -> list[Any]:
-    return [each.request_id for each in (*scheduler.running, *scheduler.waiting)]
+    return [request.request_id for request in (*scheduler.running, *scheduler.waiting)]
 
 
 def _abort(scheduler: Any, traffic: Traffic, step: int) -> Interruption:
@@ -306,8 +306,8 @@ def _abort(scheduler: Any, traffic: Traffic, step: int) -> Interruption:
     unfinished = _unfinished(scheduler)
     numbers = [
         number
-        for number, each in enumerate(traffic.arrivals)
-        if each.aborted_in == step
+        for number, arrival in enumerate(traffic.arrivals)
+        if arrival.aborted_in == step
     ]
     return Interruption((numbers, scheduler.finish_requests(numbers)), unfinished)
 
@@ -315,7 +315,7 @@ def _abort(scheduler: Any, traffic: Traffic, step: int) -> Interruption:
 def _reset(scheduler: Any, traffic: Traffic) -> Interruption:
     """Reset the prefix cache."""
     unfinished = _unfinished(scheduler)
-    running = [each.request_id for each in scheduler.running]
-    waiting = [each.request_id for each in scheduler.waiting]
+    running = [request.request_id for request in scheduler.running]
+    waiting = [request.request_id for request in scheduler.waiting]
     was_reset = scheduler.reset_prefix_cache(traffic.resets_running)
     return Interruption(([], []), unfinished, was_reset, running, waiting)

@@ -38,7 +38,7 @@ class Views:
     @property
     def given(self) -> dict[str, str]:
         """The forms by argument, without those that are None."""
-        return {each: form for each, form in vars(self).items() if form is not None}
+        return {name: form for name, form in vars(self).items() if form is not None}
 
     def within(self, support: Support) -> "Views":
         """Return the views with forms that are supported."""

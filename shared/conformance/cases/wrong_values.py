@@ -37,9 +37,9 @@ _NUMBERS: dict[type, tuple[Any, ...]] = {
 
 def wrong_values(value: Any) -> Iterator[Wrong]:
     """Yield values for the place of a valid one; views of a tensor share its memory."""
-    for each in _TYPES:
-        if each is not value:
-            yield Wrong(f"type {type(each).__name__}", each, "types")
+    for other in _TYPES:
+        if other is not value:
+            yield Wrong(f"type {type(other).__name__}", other, "types")
     for number in _NUMBERS.get(type(value), ()):
         yield Wrong(f"{number}", number, "shapes")
     if isinstance(value, Tensor):

@@ -66,12 +66,12 @@ def joined(parts: Sequence[Exact]) -> Exact:
     """Return the rows of all parts."""
     if len(parts) == 1:
         return parts[0]
-    names = [each.name for each in fields(Exact)]
+    names = [field.name for field in fields(Exact)]
     rows = {name: [getattr(part, name) for part in parts] for name in names}
     return Exact(
         *(
-            torch.cat(each, dim=1 if name == "value_range" else 0)
-            for name, each in rows.items()
+            torch.cat(parts_of_field, dim=1 if name == "value_range" else 0)
+            for name, parts_of_field in rows.items()
         )
     )
 
@@ -155,7 +155,7 @@ def attend_part(
         moved = moved_by_scores(weights, errors, value, average)
         moved = moved.amax(2).view(lse.shape)
     average = average.amax(2).view(lse.shape)
-    lost, moved = (rows(each).amax(1) for each in (lost, moved))
+    lost, moved = (rows(bound).amax(1) for bound in (lost, moved))
     return Exact(
         out, rows(lse), rows(average).amax(1), rows(largest), lost, moved,
         value_range[:, part.request],

@@ -114,8 +114,14 @@ def expect_budget(
     if found.dtype != same_dtype.dtype:
         raise Disagreement(what, "its dtype", found.dtype, same_dtype.dtype)
     on_host = [
-        None if each is None else each.cpu()
-        for each in (same_dtype, magnitude, lost_in_sums, moved_by_scores, value_range)
+        None if tensor is None else tensor.cpu()
+        for tensor in (
+            same_dtype,
+            magnitude,
+            lost_in_sums,
+            moved_by_scores,
+            value_range,
+        )
     ]
     found, exact = found.cpu(), exact.cpu()
     assert on_host[0] is not None
@@ -162,14 +168,14 @@ def expect_rejection(
         OutsideSupport: The call is outside of the declared support, so that the error says nothing
             about the validation of the input.
     """
-    before = {name: each.clone() for name, each in (unchanged or {}).items()}
+    before = {name: tensor.clone() for name, tensor in (unchanged or {}).items()}
     try:
         found = call()
     except OutsideSupport:
         raise
     except INPUT_ERRORS:
-        for name, each in before.items():
-            expect_same(f"{name} after the rejection", (unchanged or {})[name], each)
+        for name, tensor in before.items():
+            expect_same(f"{name} after the rejection", (unchanged or {})[name], tensor)
         return
     raise Disagreement(
         what, "as a whole", f"returned {type(found).__name__}", "an error"

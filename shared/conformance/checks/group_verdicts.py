@@ -22,7 +22,9 @@ def judge_group(
     group: Group, results: Sequence[Output], is_joined: bool = False
 ) -> list[float]:
     """Return what `shares_of_group` returns as numbers, which waits for the device."""
-    return [float(each) for each in shares_of_group(group, results, is_joined).tolist()]
+    return [
+        float(share) for share in shares_of_group(group, results, is_joined).tolist()
+    ]
 
 
 def shares_of_group(

@@ -114,8 +114,8 @@ class Group:
         of_keys = _padded_rows(self.key_starts[own], lens[1], keys)
         of_keys = of_keys.clamp_(max=max(0, len(self.key) - 1))
         options = {
-            name: _rows_at(each, at) if name == "query_ranges" else each[own]
-            for name, each in self.options.items()
+            name: _rows_at(option, at) if name == "query_ranges" else option[own]
+            for name, option in self.options.items()
         }
         return Part(
             call=self.call,
@@ -132,12 +132,12 @@ class Group:
 
 def make_group(calls: Sequence[SignedCall], device: torch.device) -> Group:
     """Return the requests of calls of one signature on a device."""
-    query_lens = np.array([length for each in calls for length in each.call.query_lens])
-    key_lens = np.array([length for each in calls for length in each.call.key_lens])
+    query_lens = np.array([length for call in calls for length in call.call.query_lens])
+    key_lens = np.array([length for call in calls for length in call.call.key_lens])
     index = np.repeat(
-        np.arange(len(calls)), [len(each.call.query_lens) for each in calls]
+        np.arange(len(calls)), [len(call.call.query_lens) for call in calls]
     )
-    tokens = np.array([sum(each.call.query_lens) for each in calls])
+    tokens = np.array([sum(call.call.query_lens) for call in calls])
     query_starts = np.cumsum(query_lens) - query_lens
     token = query_starts - (np.cumsum(tokens) - tokens)[index]
     costs = COSTS.get(device.type, COSTS_ON_GPU)
@@ -156,21 +156,21 @@ def make_group(calls: Sequence[SignedCall], device: torch.device) -> Group:
     request, own = ragged_rows(facts[3], int(query_lens.sum()))
     return Group(
         call=calls[0].call,
-        query=torch.cat([each.query for each in calls]),
-        key=_joined([each.keys for each in calls]),
-        value=_joined([each.values for each in calls]),
+        query=torch.cat([call.query for call in calls]),
+        key=_joined([call.keys for call in calls]),
+        value=_joined([call.values for call in calls]),
         lens=(of_request[3], of_request[4]),
-        sizes=[len(each) for each in parts],
+        sizes=[len(part) for part in parts],
         query_lens=facts[3],
         key_lens=facts[4],
         query_starts=facts[5],
         key_starts=facts[6],
-        options=_options_of([each.call for each in calls], facts[0], facts[1]),
+        options=_options_of([call.call for call in calls], facts[0], facts[1]),
         index=facts[1][request],
         request=request,
         own=own,
         token=facts[2][request] + own,
-        out_scales=_out_scales([each.call for each in calls], device),
+        out_scales=_out_scales([call.call for call in calls], device),
     )
 
 
@@ -216,7 +216,7 @@ def ragged_rows(lens: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """Return rows of all tensors. Float16 holds all FP8 numbers."""
-    rows = torch.cat([bits(each) for each in tensors])
+    rows = torch.cat([bits(tensor) for tensor in tensors])
     stored = tensors[0].dtype
     return rows.view(stored).half() if stored.itemsize == 1 else rows
 
@@ -237,7 +237,7 @@ def _out_scales(calls: Sequence[Call], device: torch.device) -> Tensor:
     """Return [calls] the scale of an FP8 output of each call."""
     scales = [call.arguments.get("out_scale", 1.0) for call in calls]
     if isinstance(scales[0], Tensor):
-        return torch.stack([each.reshape(()) for each in scales]).double()
+        return torch.stack([scale.reshape(()) for scale in scales]).double()
     return to_device(np.array(scales, dtype=np.float64), device)
 
 
@@ -255,7 +255,7 @@ def _options_of(
         if isinstance(first.get(name), Tensor):
             tensors = [call.arguments[name] for call in calls]
             if name != "position_bias":
-                tensors = [each.flatten() for each in tensors]
+                tensors = [tensor.flatten() for tensor in tensors]
             found[name] = torch.stack(tensors).index_select(0, index)
     for name in ("causal", "tree_mask"):
         if isinstance(first.get(name), Tensor):

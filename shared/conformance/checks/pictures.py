@@ -61,10 +61,10 @@ def picture_of(failure: Failure) -> dict[str, Any]:
     first_token = token - own
     visible = [
         [
-            attends(req, first_token + each, each, n, queries, keys, given)
+            attends(req, first_token + query, query, n, queries, keys, given)
             for n in _all(keys)
         ]
-        for each in _window(own, len(queries), MAX_QUERIES)
+        for query in _window(own, len(queries), MAX_QUERIES)
     ]
     row = visible[own - _window(own, len(queries), MAX_QUERIES).start]
     flipped = _explaining_keys(failure, req, own, head, row)
@@ -75,7 +75,7 @@ def picture_of(failure: Failure) -> dict[str, Any]:
     tile = {
         "first_query": _window(own, len(queries), MAX_QUERIES).start,
         "first_key": shown.start,
-        "visible": ["".join(".#"[each[n]] for n in shown) for each in visible],
+        "visible": ["".join(".#"[seen[n]] for n in shown) for seen in visible],
         "keys": flipped,
     }
     where = (
@@ -94,7 +94,7 @@ def picture_of(failure: Failure) -> dict[str, Any]:
         "key_lens": list(call.key_lens),
         "tile": tile,
         "errors": [
-            [_short(each) for each in line[:MAX_HEADS].tolist()]
+            [_short(error) for error in line[:MAX_HEADS].tolist()]
             for line in errors[:MAX_TOKENS]
         ],
         "blocks": _blocks(call, req, flipped),
@@ -131,9 +131,9 @@ def _on_host(call: Call) -> dict[str, Any]:
     """Return the arguments with the operation's default of `causal`, tensors on the host."""
     given = {"causal": call.operation == "paged_attention"} | call.arguments
     return {
-        name: each.cpu() if isinstance(each, Tensor) else each
-        for name, each in given.items()
-        if each is not None
+        name: option.cpu() if isinstance(option, Tensor) else option
+        for name, option in given.items()
+        if option is not None
     }
 
 
@@ -213,7 +213,7 @@ def _scores(call: Call, req: int, own: int, head: int) -> tuple[Tensor, Tensor, 
         cap = given["logits_soft_cap"]
         score = cap * torch.tanh(score / cap)
     queries, keys = positions_of(req, len(request.query), len(request.key), given)
-    distances = [each - queries[own] for each in keys]
+    distances = [key - queries[own] for key in keys]
     for added in biases(distances, heads, given):
         score = score + added[head]
     sinks = score.new_empty(0)
@@ -259,13 +259,15 @@ def _blocks(call: Call, req: int, keys: list[int]) -> dict[str, Any]:
     size = int(cache.shape[1])
     row = call.rows[req]
     # the blocks of the failing request come first if not all of them are shown
-    used = list(dict.fromkeys([*row, *(block for each in call.rows for block in each)]))
+    used = list(
+        dict.fromkeys([*row, *(block for blocks in call.rows for block in blocks)])
+    )
     count = int(cache.shape[0])
     shown = range(count) if count <= MAX_BLOCKS else used[:MAX_BLOCKS]
     return {
         "block_size": size,
         "num_blocks": count,
         "shown": list(shown),
-        "rows": [each[:MAX_BLOCKS] for each in call.rows],
+        "rows": [blocks[:MAX_BLOCKS] for blocks in call.rows],
         "keys": [[row[key // size], key % size] for key in keys[:MAX_KEYS]],
     }

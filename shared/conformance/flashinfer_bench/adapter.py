@@ -103,9 +103,9 @@ def load_solution(file: str) -> ModuleType:
 def _forms_of(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return what the tensors of some inputs are, without their contents."""
     return {
-        name: (each.shape, each.stride(), each.dtype, each.device)
-        for name, each in inputs.items()
-        if isinstance(each, Tensor)
+        name: (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for name, tensor in inputs.items()
+        if isinstance(tensor, Tensor)
     }
 
 
@@ -162,14 +162,14 @@ class SolutionCall:
             raise Disagreement("the call", "as a whole", changed, right)
         outputs = self._outputs(given[-2:] if self.solution.fills_outputs else found)
         forms = self._forms(inputs)
-        for (name, (shape, dtype)), each in zip(forms.items(), outputs, strict=True):
-            if type(each) is not Tensor:
-                raise TypeError(f"{name} is {type(each).__name__}: expected a tensor")
-            if each.shape != shape:
-                wrong = f"{SHAPE_OF} {name} = {list(each.shape)}"
+        for (name, (shape, dtype)), output in zip(forms.items(), outputs, strict=True):
+            if type(output) is not Tensor:
+                raise TypeError(f"{name} is {type(output).__name__}: expected a tensor")
+            if output.shape != shape:
+                wrong = f"{SHAPE_OF} {name} = {list(output.shape)}"
                 raise ValueError(f"{wrong}: expected {list(shape)}")
-            if each.dtype != dtype:
-                raise TypeError(f"{DTYPE_OF} {name} = {each.dtype}: expected {dtype}")
+            if output.dtype != dtype:
+                raise TypeError(f"{DTYPE_OF} {name} = {output.dtype}: expected {dtype}")
         return outputs
 
     def _in_last_tensors(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -179,15 +179,15 @@ class SolutionCall:
         """
         if _forms_of(inputs) != _forms_of(self._last):
             self._last = {
-                name: _clone(each) if isinstance(each, Tensor) else each
-                for name, each in inputs.items()
+                name: _clone(value) if isinstance(value, Tensor) else value
+                for name, value in inputs.items()
             }
             return self._last
-        for name, each in inputs.items():
-            if isinstance(each, Tensor):
-                self._last[name].copy_(each)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                self._last[name].copy_(value)
             else:
-                self._last[name] = each
+                self._last[name] = value
         return self._last
 
     def prepare(self, inputs: dict[str, Any]) -> list[Any]:
@@ -244,7 +244,9 @@ class SolutionCall:
         lse: Tensor | None = None,
     ) -> Tensor:
         """Return paged attention: the solution is called with all heads of its definition."""
-        arguments = {name: each for name, each in locals().items() if name != "self"}
+        arguments = {
+            name: argument for name, argument in locals().items() if name != "self"
+        }
         sizes = self.definition.constants
         kv_heads, most = key_cache.shape[2], sizes["num_kv_heads"]
         group = query.shape[1] // kv_heads
@@ -279,7 +281,9 @@ class SolutionCall:
         lse: Tensor | None = None,
     ) -> Tensor:
         """Return latent attention: the solution attends, and its results are projected here."""
-        arguments = {name: each for name, each in locals().items() if name != "self"}
+        arguments = {
+            name: argument for name, argument in locals().items() if name != "self"
+        }
         sizes = self.definition.constants
         count, most = q_nope.shape[1], sizes["num_qo_heads"]
         tokens = lengths_of(arguments).tokens
@@ -330,8 +334,8 @@ class SolutionCall:
             output = torch.empty_like(prefix_output)
         pair = [prefix_output, suffix_output]
         # [tokens, heads] in base 2
-        sums = [each.T.double() * unit for each in (prefix_lse, suffix_lse)]
-        sums = [each.masked_fill(each.isinf(), -torch.inf).float() for each in sums]
+        sums = [lse.T.double() * unit for lse in (prefix_lse, suffix_lse)]
+        sums = [lse.masked_fill(lse.isinf(), -torch.inf).float() for lse in sums]
         if prefill_tokens_with_context is not None:
             sums[0][prefill_tokens_with_context:] = -torch.inf
         merged, joint = torch.empty_like(output), torch.empty_like(sums[0])
@@ -342,8 +346,8 @@ class SolutionCall:
                 part = slice(begin, min(begin + width, size))
                 columns = draw_columns(part.stop - begin, width, seed=tokens + size)
                 states: list[Tensor] = []
-                for each, its in zip(pair, sums, strict=True):
-                    wide = spread(each[..., part], width, columns)
+                for values, its in zip(pair, sums, strict=True):
+                    wide = spread(values[..., part], width, columns)
                     states.append(take(wide, 1, heads.kv_sources).contiguous())
                     states.append(take(its, 1, heads.kv_sources).contiguous())
                 names = self.definition.inputs

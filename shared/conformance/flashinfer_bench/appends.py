@@ -199,8 +199,8 @@ def placements(
         for begin in range(0, max(widths), width):
             parts = part_of(widths[0], begin), part_of(widths[1], begin)
             columns = [
-                draw_columns(each.stop - each.start, width, seed + begin)
-                for each in parts
+                draw_columns(part.stop - part.start, width, seed + begin)
+                for part in parts
             ]
             yield Placement(heads, first, parts, (columns[0], columns[1]), width)
 
@@ -227,7 +227,7 @@ def append_in_parts(
     new = pair[0][kept], pair[1][kept]
     size = definition.constants["page_size"]
     pages = paged(caches[0], size), paged(caches[1], size)
-    results = [each.clone() for each in caches]
+    results = [cache.clone() for cache in caches]
     widths = pair[0].shape[2], pair[1].shape[2]
     for place in placements(definition, pair[0].shape[1], widths, len(slots)):
         both = place.put(new), place.put(pages)

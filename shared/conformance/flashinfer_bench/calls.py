@@ -130,7 +130,7 @@ def index_inputs(
         "kv_indices": ids,
         "kv_last_page_len": ints(last),
     }
-    return {name: each for name, each in found.items() if name in definition.inputs}
+    return {name: value for name, value in found.items() if name in definition.inputs}
 
 
 def ragged_rows(cache: Tensor, lengths: Lengths, table: Tensor) -> Tensor:

@@ -98,7 +98,10 @@ class Definition:
     def name(self) -> str:
         """The name of the definition."""
         letters = self.family.constants.values()
-        ends = [f"{each}{n}" for each, n in zip(letters, self.sizes, strict=True)]
+        ends = [
+            f"{letters_of_axis}{n}"
+            for letters_of_axis, n in zip(letters, self.sizes, strict=True)
+        ]
         return "_".join([self.family.name, *ends])
 
     @cached_property
@@ -174,7 +177,7 @@ class Definition:
     def axes(self) -> list[str]:
         """The names of all axes, in the order in which tensors use them."""
         shapes = [*self.inputs.values(), *self.outputs.values()]
-        return list(dict.fromkeys(axis for each in shapes for axis in each or ()))
+        return list(dict.fromkeys(axis for shape in shapes for axis in shape or ()))
 
     @property
     def constraints(self) -> list[str]:
@@ -262,11 +265,11 @@ def find_definition(name: str) -> Definition:
         ValueError: The name is not that of a known family, or its constants contradict each other.
     """
     for family in FAMILIES:
-        ends = "".join(rf"_{each}(\d+)" for each in family.constants.values())
+        ends = "".join(rf"_{letters}(\d+)" for letters in family.constants.values())
         found = re.fullmatch(family.name + ends, name)
         if found is None:
             continue
-        sizes = tuple(int(each) for each in found.groups())
+        sizes = tuple(int(size) for size in found.groups())
         definition = Definition(family, sizes)
         heads, kv_heads = sizes[0], definition.constants.get("num_kv_heads", 1)
         is_large = max(sizes) > LARGEST or prod(sizes) > LARGEST_PRODUCT
@@ -277,5 +280,5 @@ def find_definition(name: str) -> Definition:
                 " number of KV heads"
             )
         return definition
-    known = ", ".join(each.pattern for each in FAMILIES)
+    known = ", ".join(family.pattern for family in FAMILIES)
     raise ValueError(f"definition = {name!r} is not known: expected {known}")

@@ -32,20 +32,23 @@ def export_definitions(
     """
     found = [find_definition(name) for name in names or EXPORTED]
     counts = {}
-    for each in found:
-        where = each.family.op_type
-        _write(folder / "definitions" / where / f"{each.name}.json", each.to_json())
-        solution = reference_solution(each)
-        of_author = folder / "solutions" / AUTHOR / where / each.name
+    for definition in found:
+        where = definition.family.op_type
+        _write(
+            folder / "definitions" / where / f"{definition.name}.json",
+            definition.to_json(),
+        )
+        solution = reference_solution(definition)
+        of_author = folder / "solutions" / AUTHOR / where / definition.name
         _write(of_author / f"{solution['name']}.json", solution)
-        workloads = workloads_of(each)
+        workloads = workloads_of(definition)
         lines = [json.dumps(trace_of(workload)) for workload in workloads]
-        file = folder / "workloads" / where / f"{each.name}.jsonl"
+        file = folder / "workloads" / where / f"{definition.name}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join([*lines, ""]), encoding="utf-8")
         for workload in workloads:
             _write_tensors(folder, workload)
-        counts[each.name] = len(workloads)
+        counts[definition.name] = len(workloads)
     return counts
 
 
@@ -90,5 +93,7 @@ def _write_tensors(folder: Path, workload: TraceWorkload) -> None:
     inputs = workload.inputs(device("cpu"))
     path = folder / workload.blob
     path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: each for name, each in inputs.items() if isinstance(each, Tensor)}
+    tensors = {
+        name: value for name, value in inputs.items() if isinstance(value, Tensor)
+    }
     write_safetensors(path, tensors)

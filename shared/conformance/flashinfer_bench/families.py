@@ -27,7 +27,10 @@ class Family:
     def pattern(self) -> str:
         """The form of the names of its definitions."""
         return "_".join(
-            [self.name, *(f"{each}<{axis}>" for axis, each in self.constants.items())]
+            [
+                self.name,
+                *(f"{letters}<{axis}>" for axis, letters in self.constants.items()),
+            ]
         )
 
     @property

@@ -86,16 +86,16 @@ def time_calls(
     results: list[Outputs] = []
     seconds: list[float] = []
     factors = draw_factors(definition)
-    for each in factors:
-        _copy_into(inputs, scaled(definition, plan, device, each))
+    for own_factors in factors:
+        _copy_into(inputs, scaled(definition, plan, device, own_factors))
         with GUARD.around(definition.family.operation):
             took, found = _timed(lambda: call.function(*given), device, clock)
             # copied at once: what is written after the call has returned does not count
             results.append(_copied(call.outputs(inputs, given, found)))
         seconds.append(took)
     run = load_reference(definition)
-    every = [scaled(definition, plan, device, each) for each in factors]
-    right = [run(*doubled(each).values()) for each in every]
+    every = [scaled(definition, plan, device, own_factors) for own_factors in factors]
+    right = [run(*doubled(inputs_of_call).values()) for inputs_of_call in every]
     expect_own_results(definition, results, right)
     for number, (own, result) in enumerate(zip(every, results, strict=True)):
         expect_within_budgets(definition, run, own, result, number)
@@ -144,7 +144,7 @@ def expect_own_results(
         right: The results of the reference for the inputs of each call.
     """
     for output, name in enumerate(definition.outputs):
-        wanted = torch.stack([each[output].double().flatten(1) for each in right])
+        wanted = torch.stack([result[output].double().flatten(1) for result in right])
         for call, result in enumerate(results):
             found = result[output].double().flatten(1).nan_to_num(torch.inf)
             # [calls, rows]: the distance of each row to the right one of each call
@@ -206,17 +206,17 @@ def scaled(
 ) -> dict[str, Any]:
     """Return the inputs of a plan, some of them multiplied by factors and rounded."""
     return {
-        name: (each * factors[name].to(device)).to(each.dtype)
+        name: (value * factors[name].to(device)).to(value.dtype)
         if name in factors
-        else each
-        for name, each in inputs_of(definition, plan, device).items()
+        else value
+        for name, value in inputs_of(definition, plan, device).items()
     }
 
 
 def _copy_into(inputs: dict[str, Any], others: dict[str, Any]) -> None:
-    for name, each in others.items():
-        if isinstance(each, Tensor):
-            inputs[name].copy_(each)
+    for name, value in others.items():
+        if isinstance(value, Tensor):
+            inputs[name].copy_(value)
 
 
 def _copied(outputs: Outputs) -> Outputs:

@@ -100,7 +100,7 @@ def read_solution(file: str) -> Solution:
         entry_file,
         entry_name,
         bool(spec.get("destination_passing_style", True)),
-        tuple(str(each) for each in dependencies),
+        tuple(str(dependency) for dependency in dependencies),
         sources,
     )
     _check_arguments(solution)
@@ -139,16 +139,16 @@ def _field(
 def _sources(file: str, found: dict[str, Any]) -> dict[str, str]:
     """Return the sources by their paths."""
     sources: dict[str, str] = {}
-    for each in _field(file, found, "sources", list):
-        if not isinstance(each, dict):
-            raise ValueError(f"{file}: sources has {each!r}: expected objects"[:300])
-        path = _field(file, each, "path", str, "sources.")
+    for source in _field(file, found, "sources", list):
+        if not isinstance(source, dict):
+            raise ValueError(f"{file}: sources has {source!r}: expected objects"[:300])
+        path = _field(file, source, "path", str, "sources.")
         parts = PurePosixPath(path).parts
         if path in sources or path.startswith("/") or ".." in parts:
             raise ValueError(
                 f"{file}: sources.path = {path!r}: expected different relative paths without .."
             )
-        sources[path] = _field(file, each, "content", str, f"sources {path} ")
+        sources[path] = _field(file, source, "content", str, f"sources {path} ")
     return sources
 
 
@@ -168,15 +168,16 @@ def _check_arguments(solution: Solution) -> None:
     """
     entry = next(
         (
-            each
-            for each in _tree(solution, solution.entry_file).body
-            if isinstance(each, ast.FunctionDef) and each.name == solution.entry_name
+            statement
+            for statement in _tree(solution, solution.entry_file).body
+            if isinstance(statement, ast.FunctionDef)
+            and statement.name == solution.entry_name
         ),
         None,
     )
     if entry is None:
         return
-    taken = [each.arg for each in (*entry.args.posonlyargs, *entry.args.args)]
+    taken = [argument.arg for argument in (*entry.args.posonlyargs, *entry.args.args)]
     needed = taken[: len(taken) - len(entry.args.defaults)]
     expected = solution.arguments
     takes_all = entry.args.vararg is not None or len(taken) >= len(expected)
@@ -208,12 +209,12 @@ def _of_other(taken: list[str], solution: Solution) -> str:
 
 def _check_installed(solution: Solution) -> None:
     """Raise if a package is not installed that the solution names or imports first."""
-    for each in solution.dependencies:
-        name = re.split(r"[\s<>=!~\[;]", each, maxsplit=1)[0]
+    for dependency in solution.dependencies:
+        name = re.split(r"[\s<>=!~\[;]", dependency, maxsplit=1)[0]
         # others, such as CUTLASS_3_7, are headers and toolchains
         if name.islower() and not is_found(name.replace("-", "_")):
             raise ImportError(
-                f"{solution.file} needs {each}, which is not installed: pip install {name}"
+                f"{solution.file} needs {dependency}, which is not installed: pip install {name}"
             )
     for path in solution.sources:
         if not path.endswith(".py") or "sys.path" in solution.sources[path]:

@@ -53,7 +53,7 @@ class _Finder(MetaPathFinder):
         if fullname not in self.texts:
             return None
         loader: Loader = _TextLoader(self.files[fullname], self.texts[fullname])
-        is_package = any(each.startswith(f"{fullname}.") for each in self.texts)
+        is_package = any(name.startswith(f"{fullname}.") for name in self.texts)
         return spec_from_loader(fullname, loader, is_package=is_package)
 
 

@@ -44,10 +44,10 @@ class InOwnDtype(TorchFunctionMode):
 def doubled(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return inputs whose floating-point numbers are float64."""
     return {
-        name: each.double()
-        if isinstance(each, Tensor) and each.dtype.is_floating_point
-        else each
-        for name, each in inputs.items()
+        name: value.double()
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+        else value
+        for name, value in inputs.items()
     }
 
 
@@ -98,10 +98,10 @@ def score_sizes(definition: Definition, run: Run, inputs: dict[str, Any]) -> Ten
         sums = torch.stack([inputs["s_a"], inputs["s_b"]]).double()
         return sums.masked_fill(sums.isinf(), 0.0).abs().amax(0) * math.log(2)
     absolute = {
-        name: each.abs()
-        if isinstance(each, Tensor) and each.dtype.is_floating_point
-        else each
-        for name, each in doubled(inputs).items()
+        name: value.abs()
+        if isinstance(value, Tensor) and value.dtype.is_floating_point
+        else value
+        for name, value in doubled(inputs).items()
     }
     lse = run(*absolute.values())[1].double()
     # a log-sum-exp of scores is at least the largest one

@@ -47,14 +47,15 @@ def judge_workloads(
     workloads = workloads_of(solution.definition)
     # no process of the solution runs yet, which could keep the host busy
     baselines = [
-        _baseline_of(solution, each.plan, torch.device(device)) for each in workloads
+        _baseline_of(solution, workload.plan, torch.device(device))
+        for workload in workloads
     ]
     worker = Worker(solution.file, device, SECONDS_OF_A_LAW, seconds_of_a_case)
     law = LAWS[solution.definition.family.operation]
     traces = []
     try:
-        for each, baseline in zip(workloads, baselines, strict=True):
-            job = Job(law, case=repr(each.plan), is_measured=True)
+        for workload, baseline in zip(workloads, baselines, strict=True):
+            job = Job(law, case=repr(workload.plan), is_measured=True)
             result = worker.try_law(job, "attention")
             numbers = result.details.get("measured", {})
             if "latency_ms" in numbers:
@@ -62,7 +63,7 @@ def judge_workloads(
                 details = result.details | {"measured": numbers}
                 result = replace(result, details=details)
             found = evaluation_of(result, device)
-            traces.append(trace_of(each, solution.name, found))
+            traces.append(trace_of(workload, solution.name, found))
     finally:
         worker.stop()
     return traces
@@ -83,15 +84,15 @@ def with_laws(traces: list[dict[str, Any]], report: Report) -> list[dict[str, An
     counts = ", ".join(f"{count} {name}" for name, count in report.counts().items())
     lines = [f"laws of pagetwin: {counts}"]
     lines += [
-        f"{each.title}: {each.first.law}: {each.first.summary}"
-        for each in report.symptoms()
+        f"{symptom.title}: {symptom.first.law}: {symptom.first.summary}"
+        for symptom in report.symptoms()
     ]
     words = "\n".join(lines)
     found = []
-    for each in traces:
-        evaluation = each["evaluation"]
+    for trace in traces:
+        evaluation = trace["evaluation"]
         log = f"{evaluation['log']}\n{words}".strip()
-        found.append(each | {"evaluation": evaluation | {"log": log}})
+        found.append(trace | {"evaluation": evaluation | {"log": log}})
     return found
 
 

@@ -95,7 +95,7 @@ def inputs_of(
     sizes = definition.constants
     if isinstance(plan, Parts):
         values, sums = plan.draw(device)
-        columns = [each.T.contiguous() for each in sums]
+        columns = [lse.T.contiguous() for lse in sums]
         if plan.with_prefix is not None:
             # a set without keys: its attention must not be read
             values[0][plan.with_prefix :] = torch.nan
@@ -278,16 +278,18 @@ def write_safetensors(path: Path, tensors: dict[str, Tensor]) -> None:
     """
     header: dict[str, Any] = {}
     begin = 0
-    for name, each in tensors.items():
-        end = begin + each.numel() * each.element_size()
+    for name, tensor in tensors.items():
+        end = begin + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": ST_DTYPES[each.dtype],
-            "shape": list(each.shape),
+            "dtype": ST_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
         begin = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    data = (each.contiguous().view(torch.uint8).numpy() for each in tensors.values())
+    data = (
+        tensor.contiguous().view(torch.uint8).numpy() for tensor in tensors.values()
+    )
     parts = chain([len(text).to_bytes(8, "little"), text], map(bytes, data))
     path.write_bytes(b"".join(parts))

@@ -183,7 +183,9 @@ SMALL_RAGGED = Designed("encoder_attention", step=3, most=2)
 def expect_reads_kept(setting: Setting, case: Drawn) -> None:
     call = build_call(*case, setting.device)
     tensors = {
-        name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
+        name: argument
+        for name, argument in call.arguments.items()
+        if isinstance(argument, Tensor)
     }
     with kept(**tensors):
         run_call(setting, call)

@@ -342,17 +342,17 @@ def expect_rejected(setting: Setting, what: str, call: Call, change: Change) -> 
     if call.wants_lse:
         results["lse"] = torch.full((shape[1], shape[0]), 7.0)
     results |= {name: changes.pop(name) for name in ("out", "lse") if name in changes}
-    results = {name: each.to(setting.device) for name, each in results.items()}
+    results = {name: result.to(setting.device) for name, result in results.items()}
     removed = [name for name, value in changes.items() if value is None]
     bad = call.changed(**changes)
     arguments = bad.arguments | dict.fromkeys(removed)
     tensors = {
-        name: each
-        for name, each in (arguments | results).items()
-        if isinstance(each, Tensor) and each.device.type != "meta"
+        name: argument
+        for name, argument in (arguments | results).items()
+        if isinstance(argument, Tensor) and argument.device.type != "meta"
     }
     operation = getattr(setting.candidate, call.operation)
-    before = {name: copy_of(each) for name, each in tensors.items()}
+    before = {name: copy_of(tensor) for name, tensor in tensors.items()}
     answers: list[Any] = []
 
     def run_changed() -> Any:

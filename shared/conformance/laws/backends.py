@@ -81,11 +81,11 @@ def layers(draw: st.DrawFn) -> LayerCase:
         "decodes": [1] * len(step.new),
         # the last request is padding, as in a step of a captured graph
         "padded decodes": [1] * (len(step.new) - 1) + [0],
-        "prompts": [max(2, each) for each in step.new],
+        "prompts": [max(2, count) for count in step.new],
         "both": sorted(step.new),
     }[kind]
     new = new[: len(step.new)]
-    step = replace(step, new=tuple(min(each, 6) for each in new), block_size=size)
+    step = replace(step, new=tuple(min(count, 6) for count in new), block_size=size)
     return LayerCase(
         step,
         profile,
@@ -130,8 +130,8 @@ class Run:
         self.generator = torch.Generator().manual_seed(layer.step.seed)
         # small scattered ids: the cache has three times as many blocks as are needed
         step, size = layer.step, layer.step.block_size
-        needed = [-(-each // size) for each in step.seq_lens]
-        needed_cross = [-(-each // size) for each in layer.encoders]
+        needed = [-(-seq_len // size) for seq_len in step.seq_lens]
+        needed_cross = [-(-encoder_len // size) for encoder_len in layer.encoders]
         blocks = 3 * (sum(needed) + sum(needed_cross)) + 1
         free = torch.randperm(blocks, generator=self.generator).tolist()
         self.rows = [[free.pop() for _ in range(count)] for count in needed]
@@ -211,10 +211,10 @@ class Run:
         exact, sizes = (
             torch.zeros_like(arguments["query"], dtype=torch.float64) for _ in range(2)
         )
-        for target, each in ((exact, values), (sizes, values.abs())):
+        for target, numbers in ((exact, values), (sizes, values.abs())):
             attend(
                 key_cache=keys,
-                value_cache=each,
+                value_cache=numbers,
                 out=target,
                 compute_dtype=torch.float64,
                 **arguments,
@@ -268,7 +268,7 @@ def a_layer_writes_its_keys_and_then_attends(
         step, tokens = layer.step, sum(layer.step.new)
         query = run.rows_of_heads(tokens, layer.kv_heads * layer.group)
         key, value = (run.rows_of_heads(tokens, layer.kv_heads) for _ in range(2))
-        given = [each.clone() for each in (query, key, value)]
+        given = [tensor.clone() for tensor in (query, key, value)]
         metadata = make_builder(backend, spec_of(layer), run.device).build(
             0, run.common()
         )
@@ -281,8 +281,8 @@ def a_layer_writes_its_keys_and_then_attends(
         expect_same("profiled output", bool(out.isnan().all()), True)
         found = impl.forward(owner, query, key, value, run.cache, metadata, out)
         expect_same(f"{backend.name}: the very output", found is out, True)
-        for name, each, before in zip("qkv", (query, key, value), given, strict=True):
-            expect_same(f"{backend.name}: {name} afterwards", each, before)
+        for name, tensor, before in zip("qkv", (query, key, value), given, strict=True):
+            expect_same(f"{backend.name}: {name} afterwards", tensor, before)
         for req, (first, old) in enumerate(
             zip(step.starts[:-1], step.computed, strict=True)
         ):
@@ -357,7 +357,7 @@ def ranges_of(
     found: list[int] = []
     is_any = False
     for req, position in zip(step.owners(), step.positions(), strict=True):
-        own = [each for each in images.get(req, []) if each[0] <= position <= each[1]]
+        own = [span for span in images.get(req, []) if span[0] <= position <= span[1]]
         is_any = is_any or bool(own)
         found += own[0] if own else (-1, -1)
     return counts(found).view(-1, 2) if is_any else None
@@ -405,8 +405,8 @@ def every_field_of_a_layers_metadata_follows_from_the_step(
             right = dict(zip(COUNTED, counted, strict=True))
             right_type = backend.get_metadata_cls()
             expect_same("class", isinstance(found, right_type), True)
-            for each in fields(PagedAttentionMetadata):
-                name = each.name
+            for field in fields(PagedAttentionMetadata):
+                name = field.name
                 value: Any = right.get(name)
                 if name == "query_ranges":
                     value = ranges_of(step, images)
@@ -483,7 +483,7 @@ def encoder_attention_does_not_use_the_cache(
             impl.forward(object(), query, key, value, run.cache, metadata, out)
             name = f"{backend.name}, {kind}"
             run.expect_cache(name)
-            given = [each.cpu() for each in (query, key, value)]
+            given = [tensor.cpu() for tensor in (query, key, value)]
             longest = max(lens, default=0)
             rest = (starts, starts, longest, longest)
             exact, sizes = (

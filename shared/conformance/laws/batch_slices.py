@@ -247,7 +247,7 @@ def expected(
         "encoder_query_start_loc": encoder_starts,
         "encoder_query_start_loc_cpu": encoder_starts,
         "cross_slot_mapping": torch.tensor(
-            [slot for each in brought for slot in each], dtype=torch.int64
+            [slot for slots in brought for slot in slots], dtype=torch.int64
         ),
         "mm_req_doc_ranges": {
             req - reqs.start: images[req] for req in reqs if req in images

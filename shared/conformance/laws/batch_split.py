@@ -61,7 +61,7 @@ def batches(draw: st.DrawFn) -> UnsortedBatch:
     return UnsortedBatch(
         tuple(pick.choice(edges) for _ in range(reqs)),
         computed,
-        tuple(max(1, each + pick.choice([-1, 0, 1, 4])) for each in computed),
+        tuple(max(1, count + pick.choice([-1, 0, 1, 4])) for count in computed),
         pick.choice([2, 3, 4]),
         threshold,
     )
@@ -103,7 +103,8 @@ def the_regions_of_a_batch_come_in_order_and_requests_stay_whole(
     for batch in cases:
         given = [list(batch.new), list(batch.computed), list(batch.prompts)]
         more = [
-            None if batch.regions <= 2 + each else given[1 + each] for each in (0, 1)
+            None if batch.regions <= 2 + region else given[1 + region]
+            for region in (0, 1)
         ]
         order = setting.candidate.reorder_batch_to_split_decodes_and_prefills(
             given[0], batch.threshold, *more
@@ -171,9 +172,9 @@ def boundaries(draw: st.DrawFn) -> Boundary:
     if pick.random() < 0.6:  # as an engine orders them
         kinds = sorted(
             zip(new, computed, strict=True),
-            key=lambda each: (each[0] > threshold, each[1] == 0),
+            key=lambda kind: (kind[0] > threshold, kind[1] == 0),
         )
-        new, computed = [each[0] for each in kinds], [each[1] for each in kinds]
+        new, computed = [kind[0] for kind in kinds], [kind[1] for kind in kinds]
     flags = tuple(pick.random() < 0.3 for _ in range(reqs))
     return Boundary(
         Requests(tuple(new), tuple(computed), 4, pick.randrange(100)),
@@ -222,7 +223,7 @@ def the_decodes_end_before_the_first_other_request(
         step, in_prompt = boundary.step, boundary.in_prompt
         common = bare_step(step, setting.device)
         # flags that have to be ignored are set to the opposite of what is expected
-        flags = [not each for each in step.new] if in_prompt is None else in_prompt
+        flags = [not count for count in step.new] if in_prompt is None else in_prompt
         common = common.replace(
             num_actual_tokens=common.num_actual_tokens + boundary.spare,
             is_prefilling=torch.tensor(flags, dtype=torch.bool),
@@ -230,7 +231,7 @@ def the_decodes_end_before_the_first_other_request(
         found = setting.candidate.split_decodes_and_prefills(
             common, boundary.threshold, boundary.uniform, in_prompt is None
         )
-        with_tokens = [each for each in step.new if each]
+        with_tokens = [count for count in step.new if count]
         decodes = 0
         while decodes < len(step.new):
             new = step.new[decodes]
@@ -243,7 +244,7 @@ def the_decodes_end_before_the_first_other_request(
         tokens = sum(step.new[:decodes]) if decodes < len(step.new) else total
         right = (decodes, len(step.new) - decodes, tokens, total - tokens)
         expect_same("decodes, prefills and their tokens", tuple(found), right)
-        expect_same("their kinds", [type(each) for each in found], [int] * 4)
+        expect_same("their kinds", [type(number) for number in found], [int] * 4)
 
 
 @law(
@@ -266,13 +267,13 @@ def extends_come_between_decodes_and_prefills(
         extend = long[0] if long else reqs
         prefill = fresh[0] if fresh else reqs
         bounds = [
-            total if each == reqs else sum(step.new[:each])
-            for each in (extend, prefill)
+            total if bound == reqs else sum(step.new[:bound])
+            for bound in (extend, prefill)
         ]
         right = [extend, prefill - extend, reqs - prefill]
         right += [bounds[0], bounds[1] - bounds[0], total - bounds[1]]
         expect_same("decodes, extends, prefills and tokens", list(found), right)
-        expect_same("their kinds", [type(each) for each in found], [int] * 6)
+        expect_same("their kinds", [type(number) for number in found], [int] * 6)
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ def a_chunk_of_requests_is_as_long_as_the_workspace_allows(
             held += length
         if work.seq_lens:
             right.append((work.offset + first, work.offset + len(work.seq_lens)))
-        expect_same("runs", [tuple(each) for each in found], right)
+        expect_same("runs", [tuple(run) for run in found], right)
         expect_same("lengths afterwards", lens, counts(work.seq_lens))
 
 

@@ -150,7 +150,7 @@ def a_cached_block_is_evicted_only_if_no_block_is_free(
         if call is None or call.handed_out is None:
             continue
         num_evicted = max(0, len(call.handed_out) - len(call.free))
-        evicted = [each for each in call.cached if each in call.handed_out]
+        evicted = [block_id for block_id in call.cached if block_id in call.handed_out]
         expect_same("evicted blocks", evicted, call.cached[:num_evicted])
 
 
@@ -196,9 +196,11 @@ def a_block_that_others_may_read_is_never_written(
         call = moment.allocation
         if call is None or call.handed_out is None:
             continue
-        shared = [each for each in call.written if moment.model.ref_cnt(each) > 1]
+        shared = [
+            block_id for block_id in call.written if moment.model.ref_cnt(block_id) > 1
+        ]
         expect_same("shared blocks that are written", shared, [])
-        kept = [each for each in call.written if each in call.protected]
+        kept = [block_id for block_id in call.written if block_id in call.protected]
         expect_same("protected blocks that are written", kept, [])
 
 

@@ -184,7 +184,10 @@ def rows_are_the_result_of_all_operations_on_them(setting: Setting, life: Life) 
     expect_rows(table, life, rows)
     for move in life.moves:
         name, *given = move
-        given = [list(each) if isinstance(each, tuple) else each for each in given]
+        given = [
+            list(argument) if isinstance(argument, tuple) else argument
+            for argument in given
+        ]
         getattr(table, name)(*given)
         make_move(rows, move)
         expect_rows(table, life, rows)

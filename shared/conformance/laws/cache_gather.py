@@ -160,8 +160,8 @@ def every_fp8_code_is_read_as_its_number(setting: Setting, dtype: torch.dtype) -
     for read in found:
         read, wanted = read.cpu().clone(), right.clone()
         expect_same("where NaN stands", read.isnan(), wanted.isnan())
-        for each in (read, wanted):
-            each[right.isnan()] = 0
+        for numbers in (read, wanted):
+            numbers[right.isnan()] = 0
         expect_same("gathered", packed(read), packed(wanted))
 
 

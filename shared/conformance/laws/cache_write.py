@@ -145,7 +145,9 @@ def expect_written(
                 other.shape, other.stride(), other.storage_offset()
             )
             as_other.copy_(other)
-    tensors = {name: each for name, each in scales.items() if isinstance(each, Tensor)}
+    tensors = {
+        name: scale for name, scale in scales.items() if isinstance(scale, Tensor)
+    }
     with kept(key=tokens[0], value=tokens[1], slot_mapping=slot_mapping, **tensors):
         found = setting.candidate.reshape_and_cache(
             *tokens, *caches, slot_mapping, **scales
@@ -239,6 +241,6 @@ def conversion_to_fp8_saturates_and_preserves_nan(
         right = nearest_codes(new.flip(0), dtype).view(half.shape)
         is_nan = half.float().isnan()
         expect_same("where NaN stands", is_nan, right.float().isnan())
-        for each in (half, right):
-            each.view(torch.uint8)[is_nan] = 0
+        for stored in (half, right):
+            stored.view(torch.uint8)[is_nan] = 0
         expect_same("cache", packed(half), right)

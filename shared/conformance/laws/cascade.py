@@ -272,7 +272,9 @@ def a_cascade_changes_nothing_that_it_reads(
     """If no output is given, it allocates one."""
     call = shared.call(setting.device)
     tensors = {
-        name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
+        name: argument
+        for name, argument in call.arguments.items()
+        if isinstance(argument, Tensor)
     }
     with kept(**tensors):
         once = run_cascade(setting, call, shared.prefix_len)
@@ -429,7 +431,9 @@ def a_cascade_is_used_if_it_reads_fewer_key_tiles_per_sm(
     """
     for choice in choices:
         cascade, split_kv = choice.rounds()
-        is_plain = choice.group == 1 or any(each != 1 for each in choice.query_lens)
+        is_plain = choice.group == 1 or any(
+            query_len != 1 for query_len in choice.query_lens
+        )
         is_large = choice.prefix_len >= 256 and len(choice.query_lens) >= 8
         pays = is_plain or cascade < split_kv
         found = setting.candidate.use_cascade_attention(**choice.arguments())

@@ -333,14 +333,14 @@ def models(draw: st.DrawFn) -> PlannedModel:
 def alike(numbers: Sequence[PerLayerParameters]) -> bool:
     """Return whether all layers have the same numbers as the first, without the flags."""
     return all(
-        (each.window_left, each.logits_soft_cap, each.sm_scale, each.has_sinks)
+        (layer.window_left, layer.logits_soft_cap, layer.sm_scale, layer.has_sinks)
         == (
             numbers[0].window_left,
             numbers[0].logits_soft_cap,
             numbers[0].sm_scale,
             numbers[0].has_sinks,
         )
-        for each in numbers
+        for layer in numbers
     )
 
 
@@ -352,15 +352,17 @@ def the_parameters_in_which_the_layers_of_a_plan_differ_are_reported(
 ) -> None:
     """Layers without attention are ignored. The entries of the layers are not modified."""
     for model in cases:
-        layers = {f"layer {n}": each.as_layer() for n, each in enumerate(model.layers)}
+        layers = {
+            f"layer {n}": layer.as_layer() for n, layer in enumerate(model.layers)
+        }
         names = list(layers)[::-1]
         found = setting.candidate.get_per_layer_parameters(
             layers | {"not requested": object()}, names, SimpleNamespace
         )
         right = {
-            f"layer {n}": each.numbers()
-            for n, each in reversed(list(enumerate(model.layers)))
-            if each.scale is not None
+            f"layer {n}": layer.numbers()
+            for n, layer in reversed(list(enumerate(model.layers)))
+            if layer.scale is not None
         }
         expect_same("layers, in the order of the names", list(found), list(right))
         for name, numbers in right.items():
@@ -368,16 +370,16 @@ def the_parameters_in_which_the_layers_of_a_plan_differ_are_reported(
         # flags that were set for another model must be ignored
         marked = {
             name: replace(
-                each, has_same_window_lefts=n % 2 == 0, has_same_all_params=True
+                parameters, has_same_window_lefts=n % 2 == 0, has_same_all_params=True
             )
-            for n, (name, each) in enumerate(right.items())
+            for n, (name, parameters) in enumerate(right.items())
         }
-        before = {name: dict(vars(each)) for name, each in marked.items()}
+        before = {name: dict(vars(parameters)) for name, parameters in marked.items()}
         shared = setting.candidate.infer_global_hyperparameters(marked)
-        after = {name: dict(vars(each)) for name, each in marked.items()}
+        after = {name: dict(vars(parameters)) for name, parameters in marked.items()}
         expect_same("entries afterwards", after, before)
         plans = list(right.values())
-        lefts = {each.window_left for each in plans}
+        lefts = {plan.window_left for plan in plans}
         expect_same(
             "numbers of the plan",
             vars(shared),
@@ -387,7 +389,7 @@ def the_parameters_in_which_the_layers_of_a_plan_differ_are_reported(
                 "has_same_all_params": alike(plans),
             },
         )
-        if any(shared is each for each in marked.values()):
+        if any(shared is parameters for parameters in marked.values()):
             raise Disagreement(
                 "the plan", "as a whole", "a layer's own entry", "a copy"
             )

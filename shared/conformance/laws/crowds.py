@@ -58,7 +58,7 @@ def persistent_rows_may_pass_16_bits(setting: Setting, blocks: list[int]) -> Non
     right[low] = right[last - 1] = torch.tensor([*blocks, 5])
     right[last, 0] = 9
     expect_same("rows", packed(table.get_device_tensor(ROWS)), right)
-    held = torch.tensor([int(table.num_blocks_per_row[each]) for each in (low, last)])
+    held = torch.tensor([int(table.num_blocks_per_row[row]) for row in (low, last)])
     expect_same("blocks per row", held.tolist(), [2, 1])
     slots = table.compute_slot_mapping([last, low, last - 1], [3, 5, 2])
     right_slots = torch.tensor([9 * 4 + 3, 5 * 4 + 1, blocks[0] * 4 + 2])

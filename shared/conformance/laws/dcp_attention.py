@@ -111,7 +111,7 @@ class Dealt:
         """Return the call of one rank, with its own cache, blocks and block table."""
         requests, size = call.requests(), self.block_size
         owned = [self.positions_of(rank, key_len) for key_len in self.key_lens]
-        counts = [-(-len(each) // size) for each in owned]
+        counts = [-(-len(positions) // size) for positions in owned]
         generator = torch.Generator().manual_seed(self.seed + rank)
         rows, num_blocks = draw_rows(counts, "scattered", generator)
         longest = max(self.key_lens, default=0) + self.spare_max
@@ -234,7 +234,7 @@ def the_combined_results_of_all_ranks_are_full_attention(
     setting: Setting, dealt: Dealt
 ) -> None:
     # every token is a program on every rank, so there are few of both
-    few = tuple(min(each, 2) for each in dealt.query_lens)
+    few = tuple(min(query_len, 2) for query_len in dealt.query_lens)
     dealt = replace(dealt, ranks=min(dealt.ranks, 3), query_lens=few)
     whole = dealt.whole(setting.device)
     found = run_all_ranks(setting, dealt, whole)
@@ -282,7 +282,9 @@ def a_rank_changes_nothing_that_it_reads(setting: Setting, rank: int) -> None:
     """The default interleave size is 1, and an output is allocated if none is given."""
     call = TWO.share(TWO.whole(setting.device), rank)
     tensors = {
-        name: each for name, each in call.arguments.items() if isinstance(each, Tensor)
+        name: argument
+        for name, argument in call.arguments.items()
+        if isinstance(argument, Tensor)
     }
     with kept(**tensors):
         once = run_call(setting, call)

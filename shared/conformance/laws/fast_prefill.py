@@ -261,10 +261,10 @@ def a_derived_backend_differs_only_in_its_builder(
     fast = setting.candidate.create_fast_prefill_custom_backend(
         prefix.text, PlainBackend
     )
-    for each in (found, fast):
-        expect_same("its name", each.__name__, f"{prefix.text}PlainBackend")
-        expect_same("its backend's name", each.get_name(), "PLAIN")
-        expect_same("derived", issubclass(each, PlainBackend), True)
+    for backend in (found, fast):
+        expect_same("its name", backend.__name__, f"{prefix.text}PlainBackend")
+        expect_same("its backend's name", backend.get_name(), "PLAIN")
+        expect_same("derived", issubclass(backend, PlainBackend), True)
     expect_same("its module", found.__module__, PlainBackend.__module__)
     answers = [
         ("a second class", found is not other),
@@ -394,8 +394,8 @@ def drafts_are_reshaped_to_their_own_axis_and_back_without_a_copy(
         expect_same("drafts one after another", back, query)
         same = setting.candidate.reshape_attn_output_for_spec_decode(query)
         expect_same("identity of the output of three axes", same is query, True)
-        for each in (found, back):
-            expect_same("the same memory", each.data_ptr(), query.data_ptr())
+        for tensor in (found, back):
+            expect_same("the same memory", tensor.data_ptr(), query.data_ptr())
 
 
 @law(

@@ -36,10 +36,10 @@ def all_guarded(setting: Setting, arguments: dict[str, Any]) -> dict[str, Any]:
     """Return arguments by name, every tensor among them guarded that may not be read past."""
     allowed = setting.candidate.support.reads_past
     return {
-        name: guarded(each)
-        if isinstance(each, Tensor) and name not in allowed
-        else each
-        for name, each in arguments.items()
+        name: guarded(argument)
+        if isinstance(argument, Tensor) and name not in allowed
+        else argument
+        for name, argument in arguments.items()
     }
 
 
@@ -153,7 +153,7 @@ def nothing_past_the_end_of_a_tensor_is_gathered_or_written(
         },
     )
     read = ("key_cache", "value_cache", "block_table", "seq_start_loc")
-    written = {name: each for name, each in given.items() if name not in read[2:]}
+    written = {name: value for name, value in given.items() if name not in read[2:]}
     setting.candidate.reshape_and_cache(**written)
     found = setting.candidate.gather_cache(
         **{name: given[name] for name in read}, num_tokens=tokens

@@ -42,12 +42,12 @@ def laws_about(operation: str, setting: Setting) -> list[Law]:
     if setting.candidate.missing((operation,)):
         raise OutsideSupport(f"there is no {operation}")
     found = [
-        each
-        for each in LAWS
-        if operation in each.needs
-        and each.claim is None
-        and each.area not in HUGE
-        and not setting.candidate.missing(each.needs)
+        other
+        for other in LAWS
+        if operation in other.needs
+        and other.claim is None
+        and other.area not in HUGE
+        and not setting.candidate.missing(other.needs)
     ]
     if not found:
         raise LookupError(f"no law calls {operation}: expected one at least")

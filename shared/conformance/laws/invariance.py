@@ -359,7 +359,7 @@ def every_axis_of_a_tensor_of_attention_may_be_outermost(
     for tensors in (given, outputs):
         if name in tensors:
             tensors[name] = far_apart(tensors[name].to(setting.device), axis)
-    outputs = {what: each.to(setting.device) for what, each in outputs.items()}
+    outputs = {what: output.to(setting.device) for what, output in outputs.items()}
     setting.candidate.paged_attention(**pack_options(**given), **outputs)
     expect_right(setting, call, (outputs["out"], outputs["lse"]))
 

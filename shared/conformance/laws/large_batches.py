@@ -268,14 +268,16 @@ def a_call_does_not_affect_the_next_one_of_equal_shape(
     before = run_call(setting, first)
     expect_right(setting, first, before)
     old = {
-        name: each.clone() for name, each in kept.items() if isinstance(each, Tensor)
+        name: tensor.clone()
+        for name, tensor in kept.items()
+        if isinstance(tensor, Tensor)
     }
     for name in old:
         kept[name].copy_(second.arguments[name])
         second.arguments[name] = kept[name]
     expect_right(setting, second, run_call(setting, second))
-    for name, each in old.items():
-        kept[name].copy_(each)
+    for name, tensor in old.items():
+        kept[name].copy_(tensor)
     expect_same_results("after another call", run_call(setting, first), before)
 
 

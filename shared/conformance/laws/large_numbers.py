@@ -289,7 +289,7 @@ def rows_and_tokens_past_255_are_built(
 ) -> None:
     """Two requests in the last rows of buffers for 300."""
     rows, size = [299, 256], 16
-    blocks = [[req * 40 + each for each in range(20)] for req in range(2)]
+    blocks = [[req * 40 + token for token in range(20)] for req in range(2)]
     buffers = setting.candidate.StepBuffers(300, 600, 20, size, setting.device)
     buffers.append_blocks(rows, blocks)
     found: Any = buffers.build(list(query_lens), [0, 3], rows)

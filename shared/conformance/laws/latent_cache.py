@@ -307,8 +307,8 @@ def expect_rejected(setting: Setting, way: str, what: str, change: Change) -> No
     given |= {"out": torch.full((4, 3, 16), 7.0), "lse": torch.full((3, 4), 7.0)}
     given |= change(given)
     moved = {
-        name: each.to(setting.device) if isinstance(each, Tensor) else each
-        for name, each in given.items()
+        name: value.to(setting.device) if isinstance(value, Tensor) else value
+        for name, value in given.items()
     }
     operation = getattr(setting.candidate, way)
     with kept(out=moved["out"], lse=moved["lse"]):
@@ -381,8 +381,8 @@ def expect_unwritten(setting: Setting, what: str, changes: dict[str, Any]) -> No
         "slot_mapping": torch.arange(3),
     }
     moved = {
-        name: each.to(setting.device) if isinstance(each, Tensor) else each
-        for name, each in (given | changes).items()
+        name: value.to(setting.device) if isinstance(value, Tensor) else value
+        for name, value in (given | changes).items()
     }
     with kept(kv_cache=moved["kv_cache"]):
         expect_rejection(what, lambda: setting.candidate.concat_and_cache_mla(**moved))

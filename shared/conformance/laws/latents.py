@@ -269,9 +269,9 @@ def results_are_bitwise_equal_whatever_unallocated_slots_of_latents_hold(
             for position in range(first, plan.key_lens[req]):
                 cache[row[position // 16], position % 16] = NAN
     changes: dict[str, Any] = {
-        name: torch.where(each.isnan(), poison, each)
-        for name, each in arguments_of(batch, way).items()
-        if isinstance(each, Tensor) and each.dtype.is_floating_point
+        name: torch.where(tensor.isnan(), poison, tensor)
+        for name, tensor in arguments_of(batch, way).items()
+        if isinstance(tensor, Tensor) and tensor.dtype.is_floating_point
     }
     changes["kv_cache"] = torch.where(cache.isnan(), poison, cache)
     found = run_latents(setting, batch, way, **changes, block_table=table)
@@ -287,7 +287,9 @@ def latent_attention_changes_nothing_that_it_reads(
     plan = LatentPlan((3, 1, 5), (20, 9, 40), layout=layout, padding=1)
     batch = build_latents(plan, setting.device)
     given = arguments_of(batch, way)
-    tensors = {name: each for name, each in given.items() if isinstance(each, Tensor)}
+    tensors = {
+        name: value for name, value in given.items() if isinstance(value, Tensor)
+    }
     with kept(**tensors):
         before = run_latents(setting, batch, way)
     expect_same_results("once more", run_latents(setting, batch, way), before)

@@ -66,7 +66,7 @@ def law(
     def register(body: Body) -> Body:
         area = body.__module__.rpartition(".")[2].removeprefix("laws_of_")
         sentence = body.__name__.replace("_", " ")
-        if any(each.name == sentence for each in LAWS):
+        if any(known.name == sentence for known in LAWS):
             raise ValueError(f"law {sentence!r}: expected one of that name")
         LAWS.append(Law(sentence, area, needs, cases, body, claim, tuple(edges)))
         return body

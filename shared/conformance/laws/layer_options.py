@@ -179,10 +179,10 @@ def ranges_of(call: Call, images: Images) -> Tensor | None:
     ):
         for position in range(total - new, total):
             own = [
-                each for each in images.get(req, []) if each[0] <= position <= each[1]
+                span for span in images.get(req, []) if span[0] <= position <= span[1]
             ]
             found.append(own[0] if own else (-1, -1))
-    if all(each == (-1, -1) for each in found):
+    if all(span == (-1, -1) for span in found):
         return None
     return torch.tensor(found, dtype=torch.int32)
 
@@ -261,8 +261,8 @@ def run_layer(
     cache.copy_(step.before)
     padding = seed % 3
     query, key, value = (
-        torch.cat([each, each.new_full((padding, *each.shape[1:]), NAN)])
-        for each in (call.query, step.key, step.value)
+        torch.cat([tensor, tensor.new_full((padding, *tensor.shape[1:]), NAN)])
+        for tensor in (call.query, step.key, step.value)
     )
     value_size = value.shape[2]
     out = query.new_full((tokens + padding, heads, value_size), NAN)

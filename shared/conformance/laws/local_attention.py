@@ -121,8 +121,8 @@ FAR_CHUNKS = [
     "make_local_attention_virtual_batches",
     cases=several(chunked()),
     edges=[
-        [each]
-        for each in (
+        [chunked]
+        for chunked in (
             *FAR_CHUNKS,
             Chunked(PROMPT, 3),
         )
@@ -146,7 +146,7 @@ def every_chunk_with_new_tokens_is_a_request(
         expect_unchanged("the step", whole, before)
         virtual = case.virtual()
         reqs = [req for req, _, _, _ in virtual]
-        new = [each for _, _, each, _ in virtual]
+        new = [query_len for _, _, query_len, _ in virtual]
         lens = [keys for _, _, _, keys in virtual]
         starts = counts([0, *accumulate(new)])
         size, rows = step.block_size, step.rows()

@@ -177,13 +177,16 @@ class Machine:
 
     def step(self, action: CacheAction) -> None:
         """Add one new token to every running request, in one step."""
-        self._step([(each, 1) for each in self._running()])
+        self._step([(sequence, 1) for sequence in self._running()])
 
     def append(self, action: CacheAction) -> None:
         """Add some new tokens to one request, and one token to every other."""
         chosen = self._one(action, waiting=False)
         self._step(
-            [(each, action.tokens if each is chosen else 1) for each in self._running()]
+            [
+                (sequence, action.tokens if sequence is chosen else 1)
+                for sequence in self._running()
+            ]
         )
 
     def free(self, action: CacheAction) -> None:
@@ -235,17 +238,19 @@ class Machine:
     # step: parts of the actions
 
     def _running(self) -> list[Sequence]:
-        return [each for each in self.sequences if each.row is not None]
+        return [sequence for sequence in self.sequences if sequence.row is not None]
 
     def _one(self, action: CacheAction, waiting: bool) -> Sequence | None:
-        there = [each for each in self.sequences if each.on_host == waiting]
+        there = [sequence for sequence in self.sequences if sequence.on_host == waiting]
         return there[action.which % len(there)] if there else None
 
     def _drop(self, chosen: Sequence) -> None:
-        self.sequences = [each for each in self.sequences if each is not chosen]
+        self.sequences = [
+            sequence for sequence in self.sequences if sequence is not chosen
+        ]
 
     def _free_row(self) -> int | None:
-        used = {each.row for each in self._running()}
+        used = {sequence.row for sequence in self._running()}
         # the last row first, so that the rows in use do not begin at 0
         free = [row for row in reversed(range(MOST_REQUESTS)) if row not in used]
         return free[0] if free else None
@@ -329,8 +334,8 @@ class Machine:
                 sequence.tokens.append(self.next_token)
                 tokens.append(self.next_token)
                 self.next_token += 1
-        reqs_padded = next(each for each in CAPTURED_REQS if each >= len(batch))
-        tokens_padded = next(each for each in CAPTURED_TOKENS if each >= len(tokens))
+        reqs_padded = next(size for size in CAPTURED_REQS if size >= len(batch))
+        tokens_padded = next(size for size in CAPTURED_TOKENS if size >= len(tokens))
         padded = (
             {"num_reqs_padded": reqs_padded, "num_tokens_padded": tokens_padded}
             if self.history.filled
@@ -419,15 +424,15 @@ class Machine:
             f"the host's cache after {action.kind}", self.host_cache, self.right_on_host
         )
         running = self._running()
-        width = max((len(each.blocks) for each in running), default=0)
+        width = max((len(sequence.blocks) for sequence in running), default=0)
         # past the end of a row: an id outside of the cache
         table = torch.full((len(running), width), NUM_BLOCKS + 7, dtype=torch.int32)
         starts, tokens = [0], []
-        for req, each in enumerate(running):
-            table[req, : len(each.blocks)] = torch.tensor(
-                each.blocks, dtype=torch.int32
+        for req, sequence in enumerate(running):
+            table[req, : len(sequence.blocks)] = torch.tensor(
+                sequence.blocks, dtype=torch.int32
             )
-            tokens += each.tokens
+            tokens += sequence.tokens
             starts.append(len(tokens))
         device = self.setting.device
         found = self.setting.candidate.gather_cache(

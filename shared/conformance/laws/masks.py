@@ -93,7 +93,7 @@ class MaskCase:
             ranges[self.own] = torch.tensor([self.first, self.last])
             options["query_ranges"] = ranges
         if "tree" in self.kind:
-            parents = [None if each < 0 else each for each in self.parents]
+            parents = [None if parent < 0 else parent for parent in self.parents]
             options["tree_mask"] = tree_of(parents, len(parents) + self.seed % 2)[None]
         return options
 
@@ -116,7 +116,9 @@ class MaskCase:
 
         if not is_declared(kind):
             alike = next(group for group in ALIKE if kind in group)
-            others = [each for each in alike if is_declared(each)]
+            others = [
+                kind_of_mask for kind_of_mask in alike if is_declared(kind_of_mask)
+            ]
             kind = others[self.seed % len(others)] if others else kind
         return replace(
             self,
@@ -197,7 +199,7 @@ def draw_case(pick: Random, kinds: tuple[str, ...], is_paged: bool) -> MaskCase:
         # a needle would hide keys past the end, whose scores are 0
         needle = -1
     parents = [-1] if pick.random() < 0.8 else [-1, -1]
-    parents += [pick.randrange(each) for each in range(len(parents), query_len)]
+    parents += [pick.randrange(token) for token in range(len(parents), query_len)]
     return MaskCase(
         query_len,
         key_len,

@@ -284,7 +284,7 @@ def shares_of_many_results_sum_to_one_at_every_log_sum_exp(
     setting: Setting, parts: Parts
 ) -> None:
     outputs, lses = parts.draw(setting.device)
-    ours = [each.T for each in lses]
+    ours = [lse.T for lse in lses]
     output, lse = setting.candidate.lse_weighted_combine(
         torch.stack(outputs), torch.stack(ours), is_lse_base_on_e=not parts.base_2
     )
@@ -300,7 +300,7 @@ def two_results_are_right(setting: Setting, parts: Parts) -> None:
         prefix, lses[0], suffix, lses[1], output=output, output_lse=lse,
         prefix_lse_base=base, suffix_lse_base=base,
     )  # fmt: skip
-    ours = [each.T for each in lses]
+    ours = [lse.T for lse in lses]
     expect_joined(parts, [prefix, suffix], ours, output, lse.T)
 
 
@@ -332,7 +332,7 @@ def a_combined_output_is_made_where_none_is_given(
     output = setting.candidate.merge_attn_states(prefix, lses[0], suffix, lses[1])
     expect_own_memory("output", output, prefix=prefix, suffix=suffix)
     natural = Parts(**(vars(parts) | {"base_2": False}))
-    ours = [each.T for each in lses]
+    ours = [lse.T for lse in lses]
     expect_joined(natural, [prefix, suffix], ours, output, None)
 
 
@@ -347,7 +347,7 @@ def a_partial_result_may_be_overwritten_by_the_combined_one(
         prefix, lses[0], into, into_lse, output=into, output_lse=into_lse
     )
     natural = Parts(**(vars(parts) | {"base_2": False}))
-    ours = [each.T for each in lses]
+    ours = [lse.T for lse in lses]
     expect_joined(natural, [prefix, suffix], ours, into, into_lse.T)
 
 
@@ -370,7 +370,7 @@ def offsets_of_partial_results_have_64_bits(
     setting.candidate.merge_attn_states(
         given["prefix"], lses[0], given["suffix"], lses[1], output=given["output"]
     )
-    expect_joined(parts, outputs, [each.T for each in lses], given["output"], None)
+    expect_joined(parts, outputs, [lse.T for lse in lses], given["output"], None)
 
 
 @law("lse_weighted_combine", cases=all_parts())
@@ -383,8 +383,8 @@ def any_number_of_partial_results_combine_by_their_weight(
         empty = ~lses[0].isfinite()
         lses[0] = lses[0].masked_fill(empty, NAN)
     stacked = viewed(torch.stack(outputs), parts.views[0])
-    weights = viewed(torch.stack([each.T for each in lses]), parts.views[-1])
-    ours = [each.T for each in lses]
+    weights = viewed(torch.stack([lse.T for lse in lses]), parts.views[-1])
+    ours = [lse.T for lse in lses]
     for order in (list(range(parts.parts)), list(range(parts.parts))[::-1]):
         given, its = stacked[order], weights[order]
         if order[0] == 0:
@@ -401,7 +401,7 @@ def any_number_of_partial_results_combine_by_their_weight(
 @law("lse_weighted_combine", cases=all_parts(2))
 def the_natural_logarithm_is_the_default(setting: Setting, parts: Parts) -> None:
     outputs, lses = parts.draw(setting.device)
-    ours = [each.T for each in lses]
+    ours = [lse.T for lse in lses]
     output, lse = setting.candidate.lse_weighted_combine(
         torch.stack(outputs), torch.stack(ours)
     )
@@ -471,12 +471,12 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
 @law("merge_attn_states", cases=[*UNFIT], claim="rejects shapes")
 def states_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
     states = {
-        name: each.to(setting.device) if isinstance(each, Tensor) else each
-        for name, each in good_states().items()
+        name: state.to(setting.device) if isinstance(state, Tensor) else state
+        for name, state in good_states().items()
     }
-    for name, each in UNFIT[what]().items():
-        on_device = isinstance(each, Tensor) and each.device.type != "meta"
-        states[name] = each.to(setting.device) if on_device else each
+    for name, state in UNFIT[what]().items():
+        on_device = isinstance(state, Tensor) and state.device.type != "meta"
+        states[name] = state.to(setting.device) if on_device else state
     results = {name: states[name] for name in ("output", "output_lse")}
     with kept(**results):
         expect_rejection(what, lambda: setting.candidate.merge_attn_states(**states))

@@ -117,7 +117,7 @@ def building_a_step_does_not_modify_its_lists(
         first = build_step(new, computed, rows, step.block_size, setting.device)
         expect_same("the lists", [new, computed], [list(step.new), list(step.computed)])
         expect_same("the rows", rows, step.rows())
-        before = {name: each for name, each in values_of(first).items()}
+        before = {name: value for name, value in values_of(first).items()}
         copies = {k: v.clone() for k, v in before.items() if isinstance(v, Tensor)}
         build_step([1], [0], [[7]], step.block_size, setting.device)
         for name, copy in copies.items():
@@ -149,7 +149,7 @@ REJECTED_STEPS = {
 
 @law(
     "build_common_attn_metadata",
-    cases=[BadStep(each) for each in REJECTED_STEPS],
+    cases=[BadStep(what) for what in REJECTED_STEPS],
     claim="rejects shapes",
 )
 def an_invalid_step_is_rejected(setting: Setting, invalid: BadStep) -> None:
@@ -229,7 +229,7 @@ def longer(tensor: Tensor, spare: int) -> Tensor:
 def attn_arguments(case: LayerGroups, device: torch.device) -> dict[str, Any]:
     """Return all arguments of `build_attn_metadata` except the builders."""
     step, spare = case.step, case.spare
-    starts, lens = (counts(each) for each in (step.starts, step.seq_lens))
+    starts, lens = (counts(numbers) for numbers in (step.starts, step.seq_lens))
     pad = [-1] * case.padding
     every = range(len(case.groups))
     return {
@@ -364,7 +364,7 @@ REJECTED_GROUPS = (
 
 @law(
     "build_attn_metadata",
-    cases=[BadStep(each) for each in REJECTED_GROUPS],
+    cases=[BadStep(what) for what in REJECTED_GROUPS],
     claim="rejects shapes",
 )
 def buffers_shorter_than_the_batch_are_rejected(
@@ -452,10 +452,10 @@ def an_omitted_argument_has_the_default_of_the_reference(
         ]
     for name, one, other in pairs:
         taken = signature(one).parameters if callable(one) else {}
-        for each in signature(other).parameters.values():
-            if each.default is not each.empty and each.name in taken:
-                found = taken[each.name].default
-                expect_same(f"{each.name} of {name}", found, each.default)
+        for parameter in signature(other).parameters.values():
+            if parameter.default is not parameter.empty and parameter.name in taken:
+                found = taken[parameter.name].default
+                expect_same(f"{parameter.name} of {name}", found, parameter.default)
 
 
 @law("build_common_attn_metadata", cases=several(requests()))

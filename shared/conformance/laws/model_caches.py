@@ -74,7 +74,9 @@ class HeadsThird(SlotsFirst):
         return (num_blocks, 2, num_kv_heads, block_size, head_size)
 
 
-BACKENDS = {each.__name__: each for each in (SlotsFirst, BlocksFirst, HeadsThird)}
+BACKENDS = {
+    backend.__name__: backend for backend in (SlotsFirst, BlocksFirst, HeadsThird)
+}
 
 
 @dataclass
@@ -132,7 +134,8 @@ class CachedModel:
         return KVCacheConfig(
             self.num_blocks,
             tuple(
-                KVCacheTensor(size, tuple(map(name_of, each))) for each in self.tensors
+                KVCacheTensor(size, tuple(map(name_of, layers)))
+                for layers in self.tensors
             ),
             tuple(
                 KVCacheGroupSpec(tuple(names), GROUP_SPECS[n % len(GROUP_SPECS)])
@@ -142,7 +145,7 @@ class CachedModel:
 
     def attn_backends(self) -> dict[str, Any]:
         """Return the backend of each layer."""
-        return {name_of(number): BACKENDS[each] for number, each in self.backends}
+        return {name_of(number): BACKENDS[backend] for number, backend in self.backends}
 
     def layers(self) -> dict[str, Any]:
         """Return the layers, not sorted by number, and one layer without a cache."""
@@ -181,7 +184,7 @@ def models(draw: st.DrawFn) -> CachedModel:
         tuple(numbers.pop() for _ in range(pick.choice([1, 1, 2, 3])))
         for _ in range(pick.choice([0, 1, 2, 3]))
     )
-    own = [number for each in tensors for number in each]
+    own = [number for layers in tensors for number in layers]
     sharers = tuple(
         (numbers.pop(), pick.choice(own)) for _ in range(pick.choice([0, 1, 2])) if own
     )

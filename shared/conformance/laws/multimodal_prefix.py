@@ -146,20 +146,20 @@ def ranges_are_the_runs_of_an_images_tokens(
     """The masks may be lists or tensors."""
     for prompts in cases:
         right = {
-            req: [each for feature in row for each in ranges_of(feature, prompts)]
+            req: [span for feature in row for span in ranges_of(feature, prompts)]
             for req, row in enumerate(prompts.features)
         }
         as_tensors = [
             [
                 MultiModalFeature(
-                    each.modality,
-                    each.offset,
-                    each.length,
+                    feature.modality,
+                    feature.offset,
+                    feature.length,
                     None
-                    if each.is_embed is None
-                    else torch.tensor(each.is_embed, dtype=torch.bool),
+                    if feature.is_embed is None
+                    else torch.tensor(feature.is_embed, dtype=torch.bool),
                 )
-                for each in row
+                for feature in row
             ]
             for row in prompts.features
         ]
@@ -254,8 +254,8 @@ def ranges_are_padded_with_ranges_of_one_token(
         flat = [
             number
             for row in rows
-            for each in [*row, *[(0, 0)] * (longest - len(row))]
-            for number in each
+            for span in [*row, *[(0, 0)] * (longest - len(row))]
+            for number in span
         ]
         expect_same("ranges", found, counts(flat).view(reqs, longest, 2))
         expect_same("where they lie", found.device.type, setting.device.type)
@@ -287,9 +287,9 @@ def every_new_token_gets_the_range_that_holds_it(
         right, is_any = [], False
         for req, position in zip(step.owners(), step.positions(), strict=True):
             inside = [
-                each
-                for each in own.get(req, [])
-                if each[0] <= position <= each[1] and each[0] != each[1]
+                span
+                for span in own.get(req, [])
+                if span[0] <= position <= span[1] and span[0] != span[1]
             ]
             is_any = is_any or bool(inside)
             right.append(inside[0] if inside else (-1, -1))
@@ -297,7 +297,7 @@ def every_new_token_gets_the_range_that_holds_it(
             right = [(UNTOUCHED, UNTOUCHED)] * total
         right += [(UNTOUCHED, UNTOUCHED)] * images.spare
         expect_same("rows that were written", written, total if is_any else 0)
-        flat = counts([number for each in right for number in each])
+        flat = counts([number for span in right for number in span])
         expect_same("ranges of the new tokens", out, flat.view(-1, 2))
 
 

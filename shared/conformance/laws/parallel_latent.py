@@ -88,6 +88,6 @@ def latents_on_several_ranks_are_attention_over_all_of_them(
         shared.order,
         setting.device,
     )
-    out = torch.cat([each for each, _ in found], dim=1)
-    lse = torch.cat([each for _, each in found])
+    out = torch.cat([out_of_rank for out_of_rank, _ in found], dim=1)
+    lse = torch.cat([lse_of_rank for _, lse_of_rank in found])
     expect_right(setting, whole, (out, lse), is_joined=True)

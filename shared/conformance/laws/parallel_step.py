@@ -151,7 +151,8 @@ def new_tokens(whole: Call, tokens: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of the new tokens, NaN in rows of padding."""
     caches = (whole.arguments["key_cache"], whole.arguments["value_cache"])
     key, value = (
-        each.new_full((tokens, *each.shape[2:]), NAN, device="cpu") for each in caches
+        cache.new_full((tokens, *cache.shape[2:]), NAN, device="cpu")
+        for cache in caches
     )
     row = 0
     for request in whole.requests():
@@ -180,7 +181,9 @@ def shared_batches(draw: st.DrawFn) -> Shared:
     ranks = pick.choice([1, 2, 2, 3, 4])
     block_size, in_a_row = pick.choice([(16, 1), (16, 2), (16, 16), (4, 4), (6, 3)])
     query_lens = tuple(pick.choice([0, 1, 1, 2, 4]) for _ in range(pick.randint(0, 3)))
-    key_lens = tuple(each + pick.choice([0, 1, 7, 16, 33]) for each in query_lens)
+    key_lens = tuple(
+        query_len + pick.choice([0, 1, 7, 16, 33]) for query_len in query_lens
+    )
     splits = pick.choice([None, (ranks * in_a_row, 1), (2 * ranks, in_a_row)])
     dealt = Dealt(
         query_lens,
@@ -189,8 +192,8 @@ def shared_batches(draw: st.DrawFn) -> Shared:
         in_a_row=in_a_row,
         kind=pick.choice(["plain", "plain", "cap", "sinks", "values", "fp8"]),
         needles=tuple(
-            min(pick.choice([-1, 0, each - 1, each // 2]), each - 1)
-            for each in key_lens
+            min(pick.choice([-1, 0, key_len - 1, key_len // 2]), key_len - 1)
+            for key_len in key_lens
         ),
         block_size=block_size,
         group=ranks * pick.choice([1, 2]),
@@ -211,8 +214,8 @@ def all_ranks_together_compute_attention_over_the_whole_sequences(
     """In any order of the ranks; each rank returns its own heads."""
     whole = whole_call(shared.dealt, setting.device)
     found = run_all(setting, shared, whole)
-    out = torch.cat([each.out for each in found], dim=1)
-    lse = torch.cat([each.lse for each in found])
+    out = torch.cat([answer.out for answer in found], dim=1)
+    lse = torch.cat([answer.lse for answer in found])
     expect_right(setting, whole, (out, lse), is_joined=True)
 
 
@@ -226,13 +229,15 @@ def each_new_token_is_written_to_one_slot_of_one_rank(
     whole = whole_call(dealt, setting.device)
     found = run_all(setting, shared, whole)
     tokens = sum(dealt.query_lens)
-    written = torch.stack([each.slots != PAD_SLOT_ID for each in found]).sum(0)
+    written = torch.stack([answer.slots != PAD_SLOT_ID for answer in found]).sum(0)
     right = torch.zeros(len(whole.query), dtype=torch.int64)
     right[:tokens] = 1
     expect_same("ranks that write each token", written.cpu(), right)
-    for rank, each in enumerate(found):
+    for rank, answer in enumerate(found):
         call = dealt.share(whole, rank)
-        for name, cache in zip(("key_cache", "value_cache"), each.caches, strict=True):
+        for name, cache in zip(
+            ("key_cache", "value_cache"), answer.caches, strict=True
+        ):
             expect_same(f"{name} of rank {rank}", cache, call.arguments[name])
 
 
@@ -248,9 +253,9 @@ def padding_of_a_parallel_step_gets_zeros_and_no_sink(
 ) -> None:
     whole = whole_call(shared.dealt, setting.device)
     found = run_all(setting, shared, whole)
-    lse = torch.cat([each.lse for each in found])[:, -shared.dealt.padding :]
+    lse = torch.cat([answer.lse for answer in found])[:, -shared.dealt.padding :]
     expect_same("log-sum-exps of padding", lse, torch.full_like(lse, -torch.inf))
-    out = torch.cat([each.out for each in found], dim=1)[-shared.dealt.padding :]
+    out = torch.cat([answer.out for answer in found], dim=1)[-shared.dealt.padding :]
     expect_same("rows of padding", out, torch.zeros_like(out))
 
 
@@ -271,9 +276,9 @@ def fixed_splits_give_the_same_bits_on_any_number_of_ranks(
     """And with any interleave size, whatever else is in the batch."""
     seen: list[tuple[Tensor, Tensor]] = []
     for ranks, in_a_row in WAYS:
-        each = replace(dealt, ranks=ranks, in_a_row=in_a_row)
-        whole = whole_call(each, setting.device)
-        found = run_all(setting, Shared(each, splits=(8, 1), order=ranks), whole)
+        redealt = replace(dealt, ranks=ranks, in_a_row=in_a_row)
+        whole = whole_call(redealt, setting.device)
+        found = run_all(setting, Shared(redealt, splits=(8, 1), order=ranks), whole)
         out = torch.cat([one.out for one in found], dim=1)
         lse = torch.cat([one.lse for one in found])
         seen.append((out, lse))
@@ -321,8 +326,8 @@ def tokens_of_a_batch_that_is_not_causal_attend_to_all_keys(
         found = run_ranks(
             dealt.ranks, partial(work, bounds=bounds), dealt.seed, setting.device
         )
-        out = torch.cat([each for each, _ in found], dim=1)
-        lse = torch.cat([each for _, each in found])
+        out = torch.cat([out_of_rank for out_of_rank, _ in found], dim=1)
+        lse = torch.cat([lse_of_rank for _, lse_of_rank in found])
         expect_right(setting, whole, (out, lse), is_joined=True)
 
 
@@ -347,7 +352,7 @@ def a_rank_reads_the_keys_of_a_request_that_is_not_causal_once(
 
     found = run_ranks(dealt.ranks, work, dealt.seed, setting.device)
     for rank, lens in enumerate(found):
-        right = [len(dealt.positions_of(rank, each)) for each in dealt.key_lens]
+        right = [len(dealt.positions_of(rank, key_len)) for key_len in dealt.key_lens]
         expect_same(f"keys of each request on rank {rank}", lens, right)
 
 

@@ -67,7 +67,7 @@ def run_rank(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return a rank's tokens, their rows and their log-sum-exps."""
     keys, values = (
-        torch.cat([getattr(each, name) for each in call.requests()])
+        torch.cat([getattr(request, name) for request in call.requests()])
         .to(call.dtype)
         .to(setting.device)
         for name in ("key", "value")
@@ -95,13 +95,13 @@ def run_rank(
 
 def in_order(found: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Return rows and log-sum-exps of all ranks' tokens, in the order of the batch."""
-    tokens = torch.cat([each for each, _, _ in found])
+    tokens = torch.cat([tokens_of_rank for tokens_of_rank, _, _ in found])
     expect_same(
         "tokens of all ranks", tokens.sort().values.cpu(), torch.arange(len(tokens))
     )
     place = tokens.argsort()
-    out = torch.cat([each for _, each, _ in found])[place]
-    return out, torch.cat([each for _, _, each in found], dim=1)[:, place]
+    out = torch.cat([out_of_rank for _, out_of_rank, _ in found])[place]
+    return out, torch.cat([lse_of_rank for _, _, lse_of_rank in found], dim=1)[:, place]
 
 
 def joined_rows(
@@ -115,7 +115,7 @@ def joined_rows(
         setting.device,
     )
     expect_same(
-        "rows of all ranks", sum(len(each) for each, _, _ in found), len(call.query)
+        "rows of all ranks", sum(len(tokens) for tokens, _, _ in found), len(call.query)
     )
     return in_order(found)
 
@@ -132,7 +132,8 @@ def prompt_batches(draw: st.DrawFn) -> Prompts:
         ranks=pick.choice([1, 2, 2, 3, 4]),
         kind=pick.choice(["plain", "window", "slopes", "cap", "sinks"]),
         needles=tuple(
-            min(pick.choice([-1, 0, each // 4, each // 2]), each - 1) for each in lens
+            min(pick.choice([-1, 0, length // 4, length // 2]), length - 1)
+            for length in lens
         ),
         block_size=pick.choice([16, 16, 1, 3]),
         dtype=pick.choice(DTYPES),

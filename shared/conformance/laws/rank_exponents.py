@@ -28,6 +28,6 @@ def ranks_combine_log_sum_exps_whose_exponentials_overflow(
     whole = whole_call(shared.dealt, setting.device)
     whole = whole.changed(scale=50 * whole.query.shape[-1] ** -0.5)
     found = run_all(setting, shared, whole)
-    out = torch.cat([each.out for each in found], dim=1)
-    lse = torch.cat([each.lse for each in found])
+    out = torch.cat([answer.out for answer in found], dim=1)
+    lse = torch.cat([answer.lse for answer in found])
     expect_right(setting, whole, (out, lse), is_joined=True)

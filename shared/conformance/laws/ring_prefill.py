@@ -43,8 +43,8 @@ def ring_batches(draw: st.DrawFn) -> Prompts:
         ranks=pick.choice([1, 2, 2, 3, 4]),
         kind=pick.choice(["plain", "cap", "sinks"]),
         needles=tuple(
-            min(pick.choice([-1, 0, each // 4, each // 2, each - 1]), each - 1)
-            for each in lens
+            min(pick.choice([-1, 0, length // 4, length // 2, length - 1]), length - 1)
+            for length in lens
         ),
         block_size=pick.choice([16, 16, 1, 3]),
         dtype=pick.choice(DTYPES),
@@ -85,10 +85,10 @@ def pairs_of_rounds(share: RingShare) -> list[int]:
     """Return the pairs of query and key that a rank computes in each round."""
     query_lens = share.query_start_loc.diff().tolist()
     found = []
-    for each in share.rounds:
+    for current in share.rounds:
         pairs = 0
-        for query_len, keys in zip(query_lens, each.seq_lens.tolist(), strict=True):
-            masked = query_len * (query_len - 1) // 2 if each.causal else 0
+        for query_len, keys in zip(query_lens, current.seq_lens.tolist(), strict=True):
+            masked = query_len * (query_len - 1) // 2 if current.causal else 0
             pairs += query_len * keys - masked
         found.append(pairs)
     return found

@@ -31,25 +31,31 @@ def a_request_is_scheduled_after_the_tokens_that_earlier_steps_stored(
                 slots[target] = dict(slots.get(source, {}))
             for block_id in step.output.new_block_ids:
                 slots[block_id] = {}
-            for each in step.output.scheduled_requests:
-                number, tokens = each.request.request_id, each.request.token_ids
+            for scheduled in step.output.scheduled_requests:
+                number, tokens = (
+                    scheduled.request.request_id,
+                    scheduled.request.token_ids,
+                )
                 assert isinstance(number, int)
                 extra, first = traffic.arrivals[number].extra, 0
                 if traffic.window is not None:
-                    first = max(0, each.num_computed_tokens - traffic.window + 1)
-                for position in range(first, each.num_computed_tokens):
+                    first = max(0, scheduled.num_computed_tokens - traffic.window + 1)
+                for position in range(first, scheduled.num_computed_tokens):
                     index, offset = divmod(position, size)
                     expect_same(
                         f"request {number}, position {position}",
-                        slots.get(each.block_ids[index], {}).get(offset),
+                        slots.get(scheduled.block_ids[index], {}).get(offset),
                         content_of(tokens, extra, position + 1),
                     )
-            for each in step.output.scheduled_requests:
-                number, tokens = each.request.request_id, each.request.token_ids
+            for scheduled in step.output.scheduled_requests:
+                number, tokens = (
+                    scheduled.request.request_id,
+                    scheduled.request.token_ids,
+                )
                 assert isinstance(number, int)
                 extra = traffic.arrivals[number].extra
-                first = each.num_computed_tokens
-                for position in range(first, first + each.num_scheduled_tokens):
+                first = scheduled.num_computed_tokens
+                for position in range(first, first + scheduled.num_scheduled_tokens):
                     index, offset = divmod(position, size)
-                    stored = slots.setdefault(each.block_ids[index], {})
+                    stored = slots.setdefault(scheduled.block_ids[index], {})
                     stored[offset] = content_of(tokens, extra, position + 1)

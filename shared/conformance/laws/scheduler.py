@@ -114,7 +114,9 @@ DIRECTED_TRAFFIC = (
 )
 LARGE_TRAFFIC = (
     # more running requests than fit eight bits, with as many tokens in a step
-    Traffic(tuple(Arrival(0, 2, 2, each % 5) for each in range(300)), 900, 2, 700, 290),
+    Traffic(
+        tuple(Arrival(0, 2, 2, number % 5) for number in range(300)), 900, 2, 700, 290
+    ),
     # chunks, prompts and rows that do not fit eight bits, of which one is preempted
     Traffic(
         (Arrival(0, 700, 3), Arrival(0, 300, 290, 1)),
@@ -156,7 +158,10 @@ def a_step_stays_within_the_token_budget_and_the_number_of_running_requests(
     setting: Setting, traffic: Traffic
 ) -> None:
     for step in serve_case(setting, traffic):
-        counts = [each.num_scheduled_tokens for each in step.output.scheduled_requests]
+        counts = [
+            scheduled.num_scheduled_tokens
+            for scheduled in step.output.scheduled_requests
+        ]
         if not counts or min(counts) < 1 or sum(counts) > traffic.token_budget:
             raise Disagreement(
                 "new tokens of a step",
@@ -204,29 +209,29 @@ def a_scheduled_request_computes_its_next_known_tokens(
     """At most once per step. The request samples a token if no known token is left."""
     for step in serve_case(setting, traffic):
         seen = set()
-        for each in step.output.scheduled_requests:
-            request = each.request
+        for scheduled in step.output.scheduled_requests:
+            request = scheduled.request
             name = f"request {request.request_id}"
             if request.request_id in seen:
                 raise Disagreement(name, "in one step", "scheduled twice", "once")
             seen.add(request.request_id)
             expect_same(
                 f"{name}, num_computed_tokens",
-                each.num_computed_tokens,
+                scheduled.num_computed_tokens,
                 request.num_computed_tokens,
             )
-            end = each.num_computed_tokens + each.num_scheduled_tokens
+            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             if end > request.num_tokens:
                 raise Disagreement(name, "end of its tokens", end, request.num_tokens)
             samples = end == request.num_tokens
-            expect_same(f"{name}, samples_token", each.samples_token, samples)
+            expect_same(f"{name}, samples_token", scheduled.samples_token, samples)
             again = max(
-                0, step.recomputable[request.request_id] - each.num_computed_tokens
+                0, step.recomputable[request.request_id] - scheduled.num_computed_tokens
             )
             expect_same(
                 f"{name}, num_recomputed_tokens",
-                each.num_recomputed_tokens,
-                min(again, each.num_scheduled_tokens),
+                scheduled.num_recomputed_tokens,
+                min(again, scheduled.num_scheduled_tokens),
             )
 
 
@@ -237,14 +242,14 @@ def a_chunk_ends_with_the_known_tokens_or_with_the_budget(
 ) -> None:
     for step in serve_case(setting, traffic):
         left = traffic.token_budget
-        for each in step.output.scheduled_requests:
-            missing = each.request.num_tokens - each.num_computed_tokens
+        for scheduled in step.output.scheduled_requests:
+            missing = scheduled.request.num_tokens - scheduled.num_computed_tokens
             expect_same(
-                f"tokens of request {each.request.request_id}",
-                each.num_scheduled_tokens,
+                f"tokens of request {scheduled.request.request_id}",
+                scheduled.num_scheduled_tokens,
                 min(missing, left),
             )
-            left -= each.num_scheduled_tokens
+            left -= scheduled.num_scheduled_tokens
 
 
 @law("Scheduler", cases=TRAFFIC, edges=[LARGE_TRAFFIC])
@@ -253,11 +258,11 @@ def the_rows_of_a_step_hold_its_tokens_and_no_block_more(
     setting: Setting, traffic: Traffic
 ) -> None:
     for step in serve_case(setting, traffic):
-        for each in step.output.scheduled_requests:
-            number = each.request.request_id
+        for scheduled in step.output.scheduled_requests:
+            number = scheduled.request.request_id
             row = step.manager.get_block_ids(number)
-            expect_same(f"row of request {number}", list(each.block_ids), row)
-            end = each.num_computed_tokens + each.num_scheduled_tokens
+            expect_same(f"row of request {number}", list(scheduled.block_ids), row)
+            end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
             expect_same("blocks", len(row), -(-end // traffic.block_size))
 
 
@@ -268,13 +273,13 @@ def a_step_lists_every_block_that_it_writes_for_the_first_time(
 ) -> None:
     for step in serve_case(setting, traffic):
         expected = []
-        for each in step.output.scheduled_requests:
-            number = each.request.request_id
+        for scheduled in step.output.scheduled_requests:
+            number = scheduled.request.request_id
             held = step.rows.get(number, []) if number in step.running else []
-            first = each.num_computed_tokens // traffic.block_size
+            first = scheduled.num_computed_tokens // traffic.block_size
             expected += [
                 block_id
-                for index, block_id in enumerate(each.block_ids)
+                for index, block_id in enumerate(scheduled.block_ids)
                 if index >= max(len(held), first)
             ]
         expect_same("new blocks", list(step.output.new_block_ids), expected)
@@ -287,7 +292,9 @@ def a_running_request_goes_before_every_waiting_one(
 ) -> None:
     """Thus a prompt never delays a decode. Running requests keep the order of admission."""
     for step in serve_case(setting, traffic):
-        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        scheduled = [
+            running.request.request_id for running in step.output.scheduled_requests
+        ]
         preempted = step.preempted
         stay = [number for number in step.running if number not in preempted]
         running = [number for number in scheduled if number in step.running]
@@ -307,19 +314,24 @@ def requests_are_admitted_in_the_order_in_which_they_wait(
     """A preempted request is placed at the front of the waiting queue, or by its priority."""
     admitted_before: list[Any] = []
     for step in serve_case(setting, traffic):
-        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        scheduled = [
+            running.request.request_id for running in step.output.scheduled_requests
+        ]
         admitted = [number for number in scheduled if number not in step.running]
         expect_same("admitted requests", admitted, step.waiting[: len(admitted)])
         expect_same("order", step.waiting, traffic.order(step.waiting))
         left = list(reversed(step.preempted)) + step.waiting[len(admitted) :]
-        waiting = [each.request_id for each in step.scheduler.waiting]
+        waiting = [request.request_id for request in step.scheduler.waiting]
         expect_same("waiting requests", waiting, traffic.order(left))
         expect_same("num_waiting_reqs", step.output.num_waiting_reqs, len(waiting))
-        admitted_before += [each for each in admitted if each not in admitted_before]
+        admitted_before += [
+            request_id for request_id in admitted if request_id not in admitted_before
+        ]
     if traffic.policy == "fcfs":
         arrivals = traffic.arrivals
         by_arrival = sorted(
-            admitted_before, key=lambda each: (arrivals[each].step, each)
+            admitted_before,
+            key=lambda request_id: (arrivals[request_id].step, request_id),
         )
         expect_same("order of first admission", admitted_before, by_arrival)
 
@@ -370,7 +382,9 @@ def the_request_admitted_last_is_preempted_first(
         expect_same("preempted requests", preempted, last)
         if not preempted:
             continue
-        scheduled = [each.request.request_id for each in step.output.scheduled_requests]
+        scheduled = [
+            running.request.request_id for running in step.output.scheduled_requests
+        ]
         admitted = [number for number in scheduled if number not in step.running]
         expect_same("requests admitted in a step that preempts", admitted, [])
         for request in step.scheduler.waiting:
@@ -435,22 +449,24 @@ def a_token_is_computed_once_unless_it_is_a_prefix_hit_or_is_preempted(
     for step in serve_case(setting, traffic, requests):
         output = step.output
         prefix = regained = 0
-        for each in output.scheduled_requests:
-            computed += each.num_scheduled_tokens
-            again += each.num_recomputed_tokens
-            number = each.request.request_id
+        for scheduled in output.scheduled_requests:
+            computed += scheduled.num_scheduled_tokens
+            again += scheduled.num_recomputed_tokens
+            number = scheduled.request.request_id
             if number in step.waiting:
-                if each.request.num_preemptions:
-                    regained += each.num_computed_tokens
+                if scheduled.request.num_preemptions:
+                    regained += scheduled.num_computed_tokens
                 else:
-                    prefix += each.num_computed_tokens
+                    prefix += scheduled.num_computed_tokens
         expect_same("num_prefix_hit_tokens", output.num_prefix_hit_tokens, prefix)
         expect_same("num_regained_tokens", output.num_regained_tokens, regained)
         hits += prefix
     needed = sum(request.num_tokens - 1 for request in requests)
     aborted = RequestStatus.FINISHED_ABORTED
     # a regained token that this request had not computed itself is also a hit
-    if not any(each.num_preemptions or each.status == aborted for each in requests):
+    if not any(
+        request.num_preemptions or request.status == aborted for request in requests
+    ):
         expect_same("tokens computed and found", computed - again + hits, needed)
 
 
@@ -514,8 +530,10 @@ def after_a_reset_of_the_prefix_cache_no_request_uses_what_was_computed_before(
             hits = step.output.num_prefix_hit_tokens + step.output.num_regained_tokens
             expect_same("tokens found in the cache", hits, 0)
             order = traffic.order(event.running + event.waiting)
-            left = [each for each in order if each in step.waiting]
-            added = [each for each in step.waiting if each not in order]
+            left = [request_id for request_id in order if request_id in step.waiting]
+            added = [
+                request_id for request_id in step.waiting if request_id not in order
+            ]
             expect_same("waiting", step.waiting, traffic.order(left + added))
 
 

@@ -98,8 +98,8 @@ def a_step_one_of_whose_requests_was_freed_is_rejected(
     expect_same(f"state after {name} was freed", same, True)
     scheduler.finish_requests(name)
     scheduler.update_from_output(output, tokens)
-    counts = [len(each.output_token_ids) for each in requests]
-    expect_same("tokens", counts, [int(each != name) for each in "abc"])
+    counts = [len(request.output_token_ids) for request in requests]
+    expect_same("tokens", counts, [int(other != name) for other in "abc"])
     expect_rejection(
         "the same output", lambda: scheduler.update_from_output(output, tokens)
     )

@@ -251,8 +251,10 @@ def weights_of_combined_ranks_sum_to_one_at_every_score(
     call, dealt = level.call(setting, *LENS), Dealt(*LENS, ranks=2, in_a_row=3)
     parts = run_all_ranks(setting, dealt, call)
     out, lse = setting.candidate.lse_weighted_combine(
-        torch.stack([each for each, _ in parts]),
-        torch.stack([each.T for _, each in parts if each is not None]),
+        torch.stack([out_of_part for out_of_part, _ in parts]),
+        torch.stack(
+            [lse_of_part.T for _, lse_of_part in parts if lse_of_part is not None]
+        ),
     )
     expect_right(setting, call, (out.to(call.dtype), lse.T), is_joined=True)
 
@@ -270,8 +272,8 @@ def weights_of_a_parallel_step_sum_to_one_at_every_score(
     call = level.call(setting, *LENS)
     dealt = Dealt(*LENS, ranks=2, in_a_row=2, dtype=level.dtype)
     found = run_all(setting, Shared(dealt, exchange), call)
-    out = torch.cat([each.out for each in found], dim=1)
-    lse = torch.cat([each.lse for each in found])
+    out = torch.cat([answer.out for answer in found], dim=1)
+    lse = torch.cat([answer.lse for answer in found])
     expect_right(setting, call, (out, lse), is_joined=True)
 
 
@@ -321,7 +323,7 @@ def scored_latents(setting: Setting, level: Level) -> LatentBatch:
     return batch
 
 
-PLAIN = [each for each in LEVELS if each.kind == "plain"]
+PLAIN = [level for level in LEVELS if level.kind == "plain"]
 
 
 @law("latent_decode_attention", cases=PLAIN)

@@ -68,7 +68,7 @@ def steps(draw: st.DrawFn) -> SlotStep:
     top = pick.choice([4096, 2**16, 2**31])
     ids = pick.sample(range(top - 4096, top), 4096)
     if pick.random() < 0.3:  # block 0 is a block like any other
-        ids = [each for each in ids if each] + [0]
+        ids = [block_id for block_id in ids if block_id] + [0]
     rows: list[tuple[int, ...]] = []
     for own, before in zip(new, computed, strict=True):
         count = -(-(own + before) // size) + pick.choice([0, 0, 1])
@@ -177,11 +177,11 @@ def a_smaller_step_after_a_larger_one_leaves_no_old_slot(
     padded = sum(step.new) + 5
     call = setting.candidate.compute_slot_mapping_device
     answers = [
-        call(**tensors_of(each, device), block_size=16, num_tokens=padded)
-        for each in (step, small, step)
+        call(**tensors_of(next_step, device), block_size=16, num_tokens=padded)
+        for next_step in (step, small, step)
     ]
-    for found, each in zip(answers, (step, small, step), strict=True):
-        slots = each.slots()
+    for found, next_step in zip(answers, (step, small, step), strict=True):
+        slots = next_step.slots()
         right = [*slots, *[PAD_SLOT_ID] * (padded - len(slots))]
         expect_same("slots", packed(found), torch.tensor(right, dtype=torch.int64))
 
@@ -398,8 +398,8 @@ def impossible_lengths_are_rejected(setting: Setting, case: str) -> None:
     if operation == "compute_slot_mapping_device":
         dtype = arguments.get("dtype", torch.int32)
         arguments = {
-            name: torch.tensor(arguments[key], dtype=each, device=setting.device)
-            for name, key, each in (
+            name: torch.tensor(arguments[key], dtype=int_type, device=setting.device)
+            for name, key, int_type in (
                 ("query_start_loc", "starts", torch.int32),
                 ("num_computed_tokens", "computed", torch.int32),
                 ("block_table", "table", dtype),

@@ -85,7 +85,7 @@ def histories(draw: st.DrawFn) -> BufferHistory:
         if kind == "append":
             rows = pick.sample(range(MAX_REQS), pick.randint(1, MAX_REQS))
             gains = [
-                min(pick.choice([0, 1, 2, 6]), MAX_BLOCKS - held[each]) for each in rows
+                min(pick.choice([0, 1, 2, 6]), MAX_BLOCKS - held[row]) for row in rows
             ]
             blocks = tuple(tuple(ids.pop() for _ in range(gain)) for gain in gains)
             for row, gain in zip(rows, gains, strict=True):
@@ -160,12 +160,12 @@ class Engine:
         if action.new is not None:
             return self.build(action)
         if action.blocks:
-            given = [list(each) for each in action.blocks]
+            given = [list(gained) for gained in action.blocks]
             self.buffers.append_blocks(list(action.rows), given)
             for row, blocks in zip(action.rows, action.blocks, strict=True):
                 self.rows[row] += blocks
-            for each in given:
-                each.append(-7)  # the caller may modify its lists afterwards
+            for gained in given:
+                gained.append(-7)  # the caller may modify its lists afterwards
             return None
         self.buffers.clear_rows(list(action.rows))
         for row in action.rows:

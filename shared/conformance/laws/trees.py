@@ -51,8 +51,8 @@ def draw_parents(pick: Random, count: int) -> tuple[int, ...]:
     if kind == "chain":
         return tuple(range(-1, count - 1))
     if kind == "bush":
-        return tuple(min(0, each - 1) for each in range(count))
-    return tuple(pick.randrange(-1, each) for each in range(count))
+        return tuple(min(0, token - 1) for token in range(count))
+    return tuple(pick.randrange(-1, token) for token in range(count))
 
 
 @st.composite
@@ -87,7 +87,7 @@ def every_request_has_its_own_tree_mask(setting: Setting, grove: Grove) -> None:
     mask = torch.randint(0, 2, shape, generator=generator).bool()
     for req, parents in enumerate(grove.parents):
         if len(parents) <= grove.width:
-            tree = tree_of([None if each < 0 else each for each in parents])
+            tree = tree_of([None if parent < 0 else parent for parent in parents])
             mask[req, : len(parents), : len(parents)] = tree
     options = OPTIONS | {
         "slopes": {"alibi_slopes": slopes(heads)},

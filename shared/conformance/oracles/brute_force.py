@@ -271,8 +271,8 @@ def judge_out(
     )
     out_scale = out_scale.cpu() if isinstance(out_scale, Tensor) else out_scale
     low, high = (
-        quantise_by_hand(each.view(answer.out.shape), out_scale, out.dtype).double()
-        for each in allowed
+        quantise_by_hand(bound.view(answer.out.shape), out_scale, out.dtype).double()
+        for bound in allowed
     )
     stored = out.double()
     finite = bool(stored.isfinite().all())

@@ -43,18 +43,18 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether no law failed that is not known to fail. A law may be unfinished."""
-        return bool(self.results) and all(each.ok for each in self.judged)
+        return bool(self.results) and all(result.ok for result in self.judged)
 
     @property
     def unfinished(self) -> list[Result]:
         """The laws whose time was over before all of their cases were tried."""
-        return [each for each in self.results if each.status == Status.UNFINISHED]
+        return [result for result in self.results if result.status == Status.UNFINISHED]
 
     @property
     def notes(self) -> list[str]:
         """What was noticed and is not a failure, with the law."""
-        noted = (each for each in self.results if "note" in each.details)
-        return [f"{each.law}: {each.details['note']}" for each in noted]
+        noted = (result for result in self.results if "note" in result.details)
+        return [f"{result.law}: {result.details['note']}" for result in noted]
 
     @property
     def judged(self) -> tuple[Result, ...]:
@@ -63,7 +63,7 @@ class Report:
 
     def counts(self) -> Counter[str]:
         """Return the number of laws per outcome."""
-        return Counter(str(each.status) for each in self.results)
+        return Counter(str(result.status) for result in self.results)
 
     def symptoms(self) -> list[Symptom]:
         """Return the failures, laws that fail alike together: the most severe symptom first.
@@ -75,8 +75,8 @@ class Report:
     def laws_to_look_at_first(self) -> list[Result]:
         """Return at most three failures: one per symptom, then those with the smallest inputs."""
         symptoms = self.symptoms()
-        firsts = [each.first for each in symptoms]
-        others = [other for each in symptoms for other in each.results[1:]]
+        firsts = [symptom.first for symptom in symptoms]
+        others = [other for symptom in symptoms for other in symptom.results[1:]]
         return [*firsts, *sorted(others, key=size_of_input)][:3]
 
     def reproducer(self, result: Result) -> str:
@@ -86,7 +86,7 @@ class Report:
             if self.device == "cpu"
             else ""
         )
-        is_outside = any(result is each for each in self.outside)
+        is_outside = any(result is other for other in self.outside)
         outside = "    outside=True,\n" if is_outside else ""
         return (
             f"{interpreted}from pagetwin.conformance import reproduce\n\n"
@@ -104,17 +104,20 @@ class Report:
             "is_finished": not self.unfinished,
             "counts": dict(self.counts()),
             "results": [
-                asdict(each) | {"status": str(each.status)} for each in self.results
+                asdict(result) | {"status": str(result.status)}
+                for result in self.results
             ],
             "outside": [
-                asdict(each) | {"status": str(each.status)} for each in self.outside
+                asdict(result) | {"status": str(result.status)}
+                for result in self.outside
             ],
             "symptoms": [
-                [result.law for result in each.results] for each in self.symptoms()
+                [result.law for result in symptom.results]
+                for symptom in self.symptoms()
             ],
-            "severities": [SEVERITIES[each.severity] for each in self.symptoms()],
+            "severities": [SEVERITIES[symptom.severity] for symptom in self.symptoms()],
             "laws_to_look_at_first": [
-                each.law for each in self.laws_to_look_at_first()
+                result.law for result in self.laws_to_look_at_first()
             ],
         }
         return json.dumps(found, indent=1) + "\n"
@@ -131,9 +134,9 @@ class Report:
             "|---|---|---|---:|---:|",
         ]
         lines += [
-            f"| {each.law} | {each.area.replace('_', ' ')} | {each.status} | {each.count}"
-            f" | {each.seconds:.1f} |"
-            for each in self.results
+            f"| {result.law} | {result.area.replace('_', ' ')} | {result.status} | {result.count}"
+            f" | {result.seconds:.1f} |"
+            for result in self.results
         ]
         for symptom in self.symptoms():
             first = symptom.first
@@ -141,36 +144,36 @@ class Report:
             lines += [f"Severity: {SEVERITIES[symptom.severity]}.", ""]
             lines.append(self.describe(first))
             lines += ["", "Laws:", ""]
-            lines += [f"- {each.law}" for each in symptom.results]
+            lines += [f"- {result.law}" for result in symptom.results]
         lines += self._undeclared()
         if first_laws := self.laws_to_look_at_first():
             lines += ["", f"## {heading_of(first_laws)}", ""]
-            lines += [f"1. {each.law}: {each.summary}" for each in first_laws]
+            lines += [f"1. {result.law}: {result.summary}" for result in first_laws]
         return "\n".join(lines) + "\n"
 
     def to_junit(self) -> str:
         """Return the report as JUnit XML: one test case per law, and a failure per symptom."""
         suite = ElementTree.Element("testsuite", name=self.implementation)
         failed = errors = skipped = 0
-        for each in self.results:
+        for result in self.results:
             case = ElementTree.SubElement(
                 suite,
                 "testcase",
-                classname=f"{self.implementation}.{each.area}",
-                name=each.law,
-                time=f"{each.seconds:.2f}",
+                classname=f"{self.implementation}.{result.area}",
+                name=result.law,
+                time=f"{result.seconds:.2f}",
             )
-            text = _without_control(self.describe(each))
-            if each.status in (Status.BROKEN, Status.UNEXPECTED):
+            text = _without_control(self.describe(result))
+            if result.status in (Status.BROKEN, Status.UNEXPECTED):
                 failed += 1
-                _child(case, "failure", each, text)
-            elif not each.ok:
+                _child(case, "failure", result, text)
+            elif not result.ok:
                 errors += 1
-                _child(case, "error", each, text)
-            elif each.status != Status.HELD:
+                _child(case, "error", result, text)
+            elif result.status != Status.HELD:
                 skipped += 1
-                _child(case, "skipped", each, "")
-        seconds = sum(each.seconds for each in self.results)
+                _child(case, "skipped", result, "")
+        seconds = sum(result.seconds for result in self.results)
         counts = {"failures": failed, "errors": errors, "skipped": skipped}
         suite.attrib |= {name: str(count) for name, count in counts.items()}
         suite.attrib |= {"tests": str(len(self.results)), "time": f"{seconds:.2f}"}
@@ -179,12 +182,14 @@ class Report:
 
     def why_undeclared(self) -> dict[str, int]:
         """Return each reason why laws are undeclared, with the number of laws."""
-        undeclared = [each for each in self.results if each.status == Status.OUTSIDE]
+        undeclared = [
+            result for result in self.results if result.status == Status.OUTSIDE
+        ]
         reasons = Counter(
             "operations that are not declared"
-            if each.reason.startswith("needs ")
-            else each.reason
-            for each in undeclared
+            if result.reason.startswith("needs ")
+            else result.reason
+            for result in undeclared
         )
         return dict(reasons.most_common())
 
@@ -194,9 +199,12 @@ class Report:
         Laws without a case outside are left out.
         """
         return [
-            (OUTCOMES.get(each.status, str(each.status)), f"{each.law}: {each.summary}")
-            for each in self.outside
-            if each.cases > each.skipped or not each.ok
+            (
+                OUTCOMES.get(result.status, str(result.status)),
+                f"{result.law}: {result.summary}",
+            )
+            for result in self.outside
+            if result.cases > result.skipped or not result.ok
         ]
 
     def _undeclared(self) -> list[str]:
@@ -207,9 +215,9 @@ class Report:
             lines += [f"- {count}: {reason}" for reason, count in reasons.items()]
         if self.unfinished:
             lines += ["", "## Laws that are not finished", ""]
-            lines += [f"- {each.law}: {each.reason}" for each in self.unfinished]
+            lines += [f"- {result.law}: {result.reason}" for result in self.unfinished]
         if self.notes:
-            lines += ["", "## Notes", "", *(f"- {each}" for each in self.notes)]
+            lines += ["", "## Notes", "", *(f"- {note}" for note in self.notes)]
         if self.outside:
             lines += ["", "## Outside of the declared support", ""]
             lines += [f"- {how}: {what}" for how, what in self.outcomes_outside()]

@@ -53,15 +53,17 @@ def try_symptoms_again(
         seconds: Time limit. Inputs that are not tried by then are reported as they are.
     """
     firsts = [symptom.first for symptom in symptoms_of(results)]
-    wanted = [each for each in firsts if each.status == Status.BROKEN and each.case]
+    wanted = [
+        result for result in firsts if result.status == Status.BROKEN and result.case
+    ]
     worker.deadline = time.monotonic() + seconds
     words: dict[int, str] = {}
-    for each in wanted[:MOST]:
+    for result in wanted[:MOST]:
         if time.monotonic() >= worker.deadline:
             break
         worker.stop()
-        job = Job(each.law, case=each.case, makes_smaller=False)
-        again = worker.try_law(job, each.area)
-        words[id(each)] = words_of(each, again, "alone, in a fresh process,")
+        job = Job(result.law, case=result.case, makes_smaller=False)
+        again = worker.try_law(job, result.area)
+        words[id(result)] = words_of(result, again, "alone, in a fresh process,")
     worker.stop()
-    return [with_words(each, words.get(id(each), "")) for each in results]
+    return [with_words(result, words.get(id(result), "")) for result in results]

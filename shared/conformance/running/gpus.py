@@ -36,7 +36,7 @@ def visible_gpus() -> list[str]:
     count = torch.cuda.device_count()
     given = os.environ.get(VISIBLE)
     names = map(str, range(count)) if given is None else given.split(",")
-    return [each.strip() for each in names][:count]
+    return [name.strip() for name in names][:count]
 
 
 def gpus_of_workers(device: str, workers: int) -> list[str | None]:

@@ -81,8 +81,8 @@ def _replace_builtins_once() -> None:
             names = [name for _, name, _ in scope._changes[earlier:]]
             members[package] = [(name, getattr(package, name)) for name in names]
             return
-        for name, each in members[package]:
-            scope.set_attr(package, name, each)
+        for name, member in members[package]:
+            scope.set_attr(package, name, member)
 
     def replace(function: Any) -> Any:
         nonlocal is_launched
@@ -128,7 +128,7 @@ def _keep_types() -> None:
 
     def make_block_once(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple(
-            each.value if isinstance(each, core.constexpr) else each for each in shape
+            size.value if isinstance(size, core.constexpr) else size for size in shape
         )
         key = (id(element_ty), sizes)
         known = blocks.get(key)
@@ -143,7 +143,7 @@ def _keep_types() -> None:
         sizes = tuple(type.shape) if type.is_block() else ()
         known = shapes.get(sizes)
         if known is None:
-            numbers = [core.constexpr(each) for each in sizes]
+            numbers = [core.constexpr(size) for size in sizes]
             count = core.constexpr(int(np.prod(sizes, dtype=np.int64)))
             known = shapes[sizes] = (count, core.tuple(numbers))
         self.numel, self.shape = known

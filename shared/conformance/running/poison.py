@@ -61,11 +61,13 @@ def explain_nans(
         seconds: Time limit of the search.
     """
     # the time may be over before the end, and small inputs are the ones to read first
-    wanted = sorted((each for each in results if _is_nan(each)), key=size_of_input)
+    wanted = sorted(
+        (result for result in results if _is_nan(result)), key=size_of_input
+    )
     if not wanted:
         return list(results)
     causes = _search(implementation, device, wanted, min(seconds, SECONDS))
-    return [replace(each, cause=causes.get(each.law, "")) for each in results]
+    return [replace(result, cause=causes.get(result.law, "")) for result in results]
 
 
 def explain_nan(law: Law, setting: Setting, case: str) -> str:
@@ -103,7 +105,7 @@ def _search(
     """Return the causes that were found before a crash or the time limit, by law."""
     ours, theirs = os.pipe()
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
+    environment["PYTHONPATH"] = os.pathsep.join(folder or "." for folder in sys.path)
     if device == "cpu":
         environment.setdefault("TRITON_INTERPRET", "1")
     process = subprocess.Popen(
@@ -119,7 +121,7 @@ def _search(
     request = {
         "implementation": implementation,
         "device": device,
-        "failures": [(each.law, each.case) for each in failures],
+        "failures": [(failure.law, failure.case) for failure in failures],
     }
     try:
         process.communicate(json.dumps(request), seconds)
@@ -174,18 +176,18 @@ class _Call:
         }
         if not isinstance(self.output, Tensor) or len(caches) < 2:
             return ""
-        if any(each.numel() > MAX_ELEMENTS for each in caches.values()):
+        if any(cache.numel() > MAX_ELEMENTS for cache in caches.values()):
             return ""
         nan = self.output.float().isnan()
         if not bool(nan.any()):
             return ""
         # the views that the call got are modified, so the strides are the same
-        before = {name: each.clone() for name, each in caches.items()}
+        before = {name: cache.clone() for name, cache in caches.items()}
         try:
             return self._cause(nan, before)
         finally:
-            for name, each in before.items():
-                caches[name].copy_(each)
+            for name, cache in before.items():
+                caches[name].copy_(cache)
 
     def _cause(self, nan: Tensor, before: dict[str, Tensor]) -> str:
         slots: list[Slot] = [
@@ -215,17 +217,17 @@ class _Call:
             ([self.arguments[name] for name in before], AROUND),
             ([query], AROUND_QUERY),
         ):
-            memories = [memory_of(each).view(each.dtype) for each in views]
-            if any(each.numel() > MAX_ELEMENTS for each in memories):
+            memories = [memory_of(view).view(view.dtype) for view in views]
+            if any(memory.numel() > MAX_ELEMENTS for memory in memories):
                 return ""
-            kept = [each.clone() for each in memories]
+            kept = [memory.clone() for memory in memories]
             own = query.clone()
-            for each in memories:
-                each.copy_(each.float().nan_to_num(0.0, torch.inf, -torch.inf))
+            for memory in memories:
+                memory.copy_(memory.float().nan_to_num(0.0, torch.inf, -torch.inf))
             query.copy_(own)  # the query keeps its own NaN
             is_nan = self._is_nan(nan, before, [])
-            for each, its in zip(memories, kept, strict=True):
-                each.copy_(its)
+            for memory, its in zip(memories, kept, strict=True):
+                memory.copy_(its)
             if not is_nan:
                 stored = (
                     ""
@@ -251,7 +253,7 @@ class _Call:
         """Return the output of the call if only these slots hold poison."""
         for name, cache in before.items():
             changed = cache.float().nan_to_num(0.0, posinf=torch.inf, neginf=-torch.inf)
-            for _, block, slot in (each for each in slots if each[0] == name):
+            for _, block, slot in (slot for slot in slots if slot[0] == name):
                 changed[block, slot] = torch.nan
             self.arguments[name].copy_(changed)
         for name in ("out", "lse"):
@@ -274,7 +276,7 @@ class _Call:
         own = max((req for req in range(len(rows)) if starts[req] <= token), default=0)
         where = "a block that no request uses"
         # the token's own request first, because requests may share a block
-        for req in sorted(range(len(rows)), key=lambda each: each != own):
+        for req in sorted(range(len(rows)), key=lambda offset: offset != own):
             if block in rows[req]:
                 entry = len(rows[req]) - 1 - rows[req][::-1].index(block)
                 where = (

@@ -229,7 +229,7 @@ class Tally:
                 "requests": len(batch.query_lens),
                 "new tokens": sum(batch.query_lens),
                 "keys": sum(batch.key_lens),
-                "needles": sum(each >= 0 for each in batch.needles),
+                "needles": sum(needle >= 0 for needle in batch.needles),
                 f"table: {batch.table}": 1,
                 f"poison: {batch.poison}": 1,
                 f"entries: {batch.entries}": 1,
@@ -244,7 +244,7 @@ class Tally:
         return {
             "signature": describe(signature),
             "counts": dict(self.counts),
-            "seconds": {name: round(each, 3) for name, each in self.seconds.items()},
+            "seconds": {name: round(spent, 3) for name, spent in self.seconds.items()},
         }
 
 
@@ -312,7 +312,7 @@ def _without_caches(built: SignedCall) -> SignedCall:
     """Return a call without the caches, which the oracle does not read."""
     kept = built.call.arguments.items()
     caches = ("key_cache", "value_cache")
-    arguments = {name: each for name, each in kept if name not in caches}
+    arguments = {name: argument for name, argument in kept if name not in caches}
     return replace(built, call=replace(built.call, arguments=arguments))
 
 
@@ -338,7 +338,7 @@ def _judge(
 ) -> Result | None:
     """Return the failure of the first batch of a group that is wrong, or None if all are right."""
     began = time.perf_counter()
-    ran = [each for each in group if not isinstance(each[2], Exception)]
+    ran = [member for member in group if not isinstance(member[2], Exception)]
     found = torch.zeros(0)
     if ran:
         try:
@@ -350,7 +350,7 @@ def _judge(
             raise
     tally.seconds["oracle"] += time.perf_counter() - began
     _wait(setting, group[-1][0], tally)
-    shares = [float(each) for each in found.tolist()]
+    shares = [float(share) for share in found.tolist()]
     wrong = [
         (batch, share)
         for (batch, _, _), share in zip(ran, shares, strict=True)

@@ -50,12 +50,12 @@ def simpler(case: Any) -> Iterator[Any]:
     elif hasattr(case, "simpler"):
         yield from case.simpler()
     elif type(case) is tuple and any(
-        isinstance(each, (BatchPlan, dict)) for each in case
+        isinstance(part, (BatchPlan, dict)) for part in case
     ):
-        for place, each in enumerate(case):
-            smaller = simpler(each)
-            if type(each) is int and place:
-                smaller = iter(range(min(each, 3)))  # the seed of a batch
+        for place, part in enumerate(case):
+            smaller = simpler(part)
+            if type(part) is int and place:
+                smaller = iter(range(min(part, 3)))  # the seed of a batch
             for other in smaller:
                 yield (*case[:place], other, *case[place + 1 :])
     elif isinstance(case, (list, tuple)):
@@ -70,7 +70,7 @@ def stays_valid(case: Any) -> bool:
     The numbers of other cases may no longer fit each other once one of them is smaller.
     """
     if type(case) is tuple:
-        return any(isinstance(each, (BatchPlan, dict)) for each in case)
+        return any(isinstance(part, (BatchPlan, dict)) for part in case)
     return isinstance(case, (BatchPlan, dict)) or hasattr(case, "simpler")
 
 
@@ -167,9 +167,9 @@ def _simpler_plans(plan: BatchPlan) -> Iterator[BatchPlan]:
     for req in range(len(lens)):
         yield with_lens(lens[:req] + lens[req + 1 :])
     plain = BatchPlan((), ())
-    for each in fields(plan):
-        if each.name not in ("query_lens", "kv_lens"):
-            yield replace(plan, **{each.name: getattr(plain, each.name)})
+    for field in fields(plan):
+        if field.name not in ("query_lens", "kv_lens"):
+            yield replace(plan, **{field.name: getattr(plain, field.name)})
     for name in ("kv_heads", "group", "seed"):
         yield replace(plan, **{name: min(getattr(plan, name), 1)})
     for req, (query_len, kv_len) in enumerate(lens):

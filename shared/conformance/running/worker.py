@@ -155,7 +155,9 @@ class Worker:
         ours, theirs = os.pipe()
         environment = dict(os.environ)
         # the process finds the same modules, including those of a test's own folder
-        environment["PYTHONPATH"] = os.pathsep.join(each or "." for each in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            folder or "." for folder in sys.path
+        )
         if self.device == "cpu":
             environment.setdefault("TRITON_INTERPRET", "1")
         if self.gpu is not None:
@@ -185,12 +187,12 @@ class Worker:
             raise ImportError(f"{self.implementation} cannot be imported: {ended}")
         if "error" in found:
             self.stop()
-            errors = {each.__name__: each for each in (ModuleNotFoundError, ValueError)}
+            errors = {kind.__name__: kind for kind in (ModuleNotFoundError, ValueError)}
             raise errors.get(found["kind"], ImportError)(found["error"])
         self.promises = found["promises"]
         self.known = {
-            each["law"]: Result(**each | {"status": Status(each["status"])})
-            for each in found["known"]
+            result["law"]: Result(**result | {"status": Status(result["status"])})
+            for result in found["known"]
         }
         self._calls = 0
 

@@ -64,7 +64,9 @@ def main(pipe: int) -> None:
         say(
             promises=list(candidate.support.rejects or ()),
             known=[
-                asdict(each) | {"status": each.status.value} for each in known if each
+                asdict(result) | {"status": result.status.value}
+                for result in known
+                if result
             ],
         )
         for line in sys.stdin:

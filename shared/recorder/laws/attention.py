@@ -183,8 +183,8 @@ class RowCase:
         }
         options = unpack_options(self.options)
         stored["options"] = {
-            name: each.cpu() if isinstance(each, Tensor) else each
-            for name, each in options.items()
+            name: option.cpu() if isinstance(option, Tensor) else option
+            for name, option in options.items()
         }
         for name in ("layer", "scale", "implementation", "weight_error"):
             stored[name] = getattr(self, name)
@@ -263,7 +263,7 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
     causal = call.options.with_causal(True).causal
     rows = [step.row_of(token) for token in tokens]
     flags = (
-        [bool(each) for each in causal[rows]]
+        [bool(flag) for flag in causal[rows]]
         if isinstance(causal, Tensor)
         else [bool(causal)] * len(rows)
     )
@@ -272,7 +272,7 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
         step.position_of(token) + 1 if flag else int(step.seq_lens[row])
         for token, row, flag in zip(tokens, rows, flags, strict=True)
     ]
-    width = max(-(-each // step.block_size) for each in lens)
+    width = max(-(-length // step.block_size) for length in lens)
     table = np.maximum(step.block_table[rows, :width], 0)
     used = np.arange(width) * step.block_size < np.array(lens)[:, None]
     blocks, index = np.unique(np.where(used, table, table[0, 0]), return_inverse=True)

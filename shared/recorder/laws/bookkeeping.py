@@ -155,7 +155,7 @@ def check_writers(step: HostStep) -> Corruption | None:
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0))
-    first, second = (int(order[int(twice[0]) + each]) for each in (0, 1))
+    first, second = (int(order[int(twice[0]) + offset]) for offset in (0, 1))
     row = min(step.row_of(first), len(step.seq_lens) - 1)
     return Corruption(
         "one writer",

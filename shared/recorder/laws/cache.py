@@ -66,7 +66,9 @@ def check_write(
         "value": write.value_cache[block, offset],
     }
     given = {"key": write.key, "value": write.value}
-    expected = {name: torch.zeros_like(each)[:, None] for name, each in found.items()}
+    expected = {
+        name: torch.zeros_like(stored)[:, None] for name, stored in found.items()
+    }
     reshape_and_cache(
         given["key"],
         given["value"][..., : found["value"].shape[-1]],
@@ -75,8 +77,8 @@ def check_write(
         torch.arange(len(tokens), device=device),
         **write.scales,
     )
-    for name, (side, each) in zip(write.names, found.items(), strict=True):
-        differs = _differs(each, expected[side][:, 0], write.fp8_steps)
+    for name, (side, stored) in zip(write.names, found.items(), strict=True):
+        differs = _differs(stored, expected[side][:, 0], write.fp8_steps)
         if not bool(differs.any()):
             continue
         index, head, element = differs.nonzero()[0].tolist()
@@ -86,7 +88,7 @@ def check_write(
             "cache write",
             f"{write.layer}: the {name} at position {step.position_of(token)} (slot"
             f" {int(step.slot_mapping[token])}), head {head}, element {element} is"
-            f" {float(each[index, head, element]):.6g} in the cache: expected"
+            f" {float(stored[index, head, element]):.6g} in the cache: expected"
             f" {float(expected[side][index, 0, head, element]):.6g}",
             row,
             evidence={
@@ -192,7 +194,7 @@ def _differs(found: Tensor, expected: Tensor, fp8_steps: int) -> Tensor:
     if found.dtype in TENSOR_SCALE_DTYPES:
         # without the sign, the codes of FP8 are in the order of their numbers
         left, right = (
-            each.contiguous().view(torch.uint8).int() for each in (found, expected)
+            tensor.contiguous().view(torch.uint8).int() for tensor in (found, expected)
         )
         if not fp8_steps:
             return left != right
@@ -200,7 +202,9 @@ def _differs(found: Tensor, expected: Tensor, fp8_steps: int) -> Tensor:
         return (ordered[0] - ordered[1]).abs() > fp8_steps
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     size = found.element_size()
-    left, right = (each.contiguous().view(integer[size]) for each in (found, expected))
+    left, right = (
+        tensor.contiguous().view(integer[size]) for tensor in (found, expected)
+    )
     return left != right
 
 

@@ -75,13 +75,13 @@ class ScheduledRows:
         Args:
             step: the metadata of the step.
         """
-        computed = np.array([each[1] for each in self._rows], dtype=np.int64)
-        new = np.array([each[2] for each in self._rows], dtype=np.int64)
+        computed = np.array([row[1] for row in self._rows], dtype=np.int64)
+        new = np.array([row[2] for row in self._rows], dtype=np.int64)
         index = self._table.find(self._lines, new, computed + new, step)
         if index is None:
             return self._match_each(step)
         rows = np.flatnonzero(step.query_lens > 0).tolist()
-        requests = [self._rows[each].request_id for each in index.tolist()]
+        requests = [self._rows[place].request_id for place in index.tolist()]
         return dict(zip(rows, requests, strict=True)), None
 
     def _match_each(
@@ -90,10 +90,14 @@ class ScheduledRows:
         """Return the same as `match`, row by row, for steps in which a row is wrong."""
         by_content: defaultdict[tuple[int, int, bytes], list[Hashable]]
         by_content = defaultdict(list)
-        for each in self._rows:
-            blocks = np.asarray(each.block_ids, dtype=np.int32)
-            key = (each.num_scheduled_tokens, each.seq_len, self._used(blocks, each))
-            by_content[key].append(each.request_id)
+        for scheduled in self._rows:
+            blocks = np.asarray(scheduled.block_ids, dtype=np.int32)
+            key = (
+                scheduled.num_scheduled_tokens,
+                scheduled.seq_len,
+                self._used(blocks, scheduled),
+            )
+            by_content[key].append(scheduled.request_id)
         names: dict[int, Hashable] = {}
         strangers = []
         query_lens = step.query_lens
@@ -107,7 +111,7 @@ class ScheduledRows:
                 strangers.append(row)
         if not strangers:
             return names, None
-        rest = [each for found in by_content.values() for each in found]
+        rest = [request_id for found in by_content.values() for request_id in found]
         return names, self._describe(step, strangers[0], rest)
 
     def _used(self, blocks: Integers, row: ScheduledRow) -> bytes:
@@ -119,12 +123,12 @@ class ScheduledRows:
         """Return the sentence about a row that no scheduled request has."""
         found = step.blocks_of(row)
         lengths = (int(step.query_lens[row]), int(step.seq_lens[row]))
-        for each in self._rows:
-            if each.request_id not in unmatched:
+        for scheduled in self._rows:
+            if scheduled.request_id not in unmatched:
                 continue
-            if (each.num_scheduled_tokens, each.seq_len) != lengths:
+            if (scheduled.num_scheduled_tokens, scheduled.seq_len) != lengths:
                 continue
-            given = np.asarray(each.block_ids[: len(found)], dtype=np.int64)
+            given = np.asarray(scheduled.block_ids[: len(found)], dtype=np.int64)
             differs = np.flatnonzero(found[: len(given)] != given)
             column = int(differs[0]) if differs.size else len(given)
             expected = int(given[column]) if column < len(given) else "no further block"
@@ -133,7 +137,7 @@ class ScheduledRows:
                 f"entry {column} of its block-table row is block {int(found[column])}:"
                 f" expected {expected}, which the scheduler gave it",
                 row,
-                each.request_id,
+                scheduled.request_id,
                 {"kind": "block table", "given": given.tolist()},
             )
         return Corruption(

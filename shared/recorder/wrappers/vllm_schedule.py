@@ -148,10 +148,10 @@ def comparable_groups(wrapper: Any) -> tuple[CacheGroup, ...]:
     for index, group in enumerate(worker.model_runner.kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         # a group of layers with different sizes has one specification per layer
-        each = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
-        kind = type(each).__name__
+        layer_spec = next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
+        kind = type(layer_spec).__name__
         if kind in PAGED_SPECS:
-            window = each.sliding_window if kind == WINDOW_SPEC else None
+            window = layer_spec.sliding_window if kind == WINDOW_SPEC else None
             size, names = int(spec.block_size), tuple(group.layer_names)
             groups.append(CacheGroup(index, size, window, names))
     return tuple(groups)

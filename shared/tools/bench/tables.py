@@ -193,27 +193,29 @@ def error_notes(record: Record) -> list[str]:
     return notes
 
 
-def _cells(record: Record, each: Record, names: list[str]) -> list[str]:
+def _cells(record: Record, workload: Record, names: list[str]) -> list[str]:
     meaningless = record["meaningless"]
-    ours = each["results"]["ours"]
-    row = [each["name"]]
-    row += [_cell(each["results"][name], _label(meaningless, name)) for name in names]
+    ours = workload["results"]["ours"]
+    row = [workload["name"]]
+    row += [
+        _cell(workload["results"][name], _label(meaningless, name)) for name in names
+    ]
     if record["ceilings"] is not None:
         share = ours.get("share_of_ceiling")
         row += [
-            f"{each['floor_us']:,.1f}",
+            f"{workload['floor_us']:,.1f}",
             "" if share is None else f"{share:.0%}",
             f"{ours.get('gb_per_s', 0):,.0f}" if "gb_per_s" in ours else "",
-            f"{ours.get('tflop_per_s', 0):,.0f}" if each["flops"] and share else "",
+            f"{ours.get('tflop_per_s', 0):,.0f}" if workload["flops"] and share else "",
         ]
     if len(names) > 1 and not meaningless:
-        best = each["best_peer"]
-        value = each["ratio_to_best_peer"]
+        best = workload["best_peer"]
+        value = workload["ratio_to_best_peer"]
         row.append("" if value is None else f"{_ratio(value)} {best}")
         if "fa3" in names:
-            row.append(_ratio(each["ratio_to_fa3"]))
+            row.append(_ratio(workload["ratio_to_fa3"]))
     if record["published"] is not None:
-        known = each["published"]
+        known = workload["published"]
         missing = known is None or known["ratio"] is None
         row.append("" if missing else f"{_ratio(known['ratio'])} {known['by']}")
     return row

@@ -78,18 +78,18 @@ def check_seq_group(step: CollectedStep, group: Any) -> None:
             f"prefix_cache_hit = True with block_tables = {group.block_tables}: expected a"
             " row, since the context is in the cache"
         )
-    for each in group.sequences:
+    for sequence in group.sequences:
         for name in ("query_len", "context_len", "curr_sliding_window_block"):
-            as_int(name, getattr(each, name))
-        if not group.is_prompt and each.query_len != 1:
+            as_int(name, getattr(sequence, name))
+        if not group.is_prompt and sequence.query_len != 1:
             raise ValueError(
-                f"sequence {each.seq_id} decodes query_len = {each.query_len} tokens:"
+                f"sequence {sequence.seq_id} decodes query_len = {sequence.query_len} tokens:"
                 " expected 1; a prompt may have more"
             )
         if has_cache:
-            _check_row(group, each, step.block_size)
+            _check_row(group, sequence, step.block_size)
         if group.is_prompt:
-            _check_placeholders(group, each)
+            _check_placeholders(group, sequence)
 
 
 def _check_row(group: Any, sequence: Any, block_size: int) -> None:
@@ -213,7 +213,7 @@ def check_rows_padded(x: Sequence[Sequence[Any]], max_len: int | None) -> None:
 
 def check_attn_type(attn_type: str) -> None:
     """Raise an error for an unknown attention type."""
-    kinds = [each.value for each in AttentionType]
+    kinds = [kind.value for kind in AttentionType]
     if attn_type not in kinds:
         raise ValueError(f"attn_type = {attn_type!r}: expected one of {kinds}")
 

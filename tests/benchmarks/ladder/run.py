@@ -152,8 +152,8 @@ def compile_only(places: list[int]) -> None:
         if rung.file in ("shipped", portable.__name__):
             # it chooses by the batch what it compiles
             lens = [own for kind, own in workloads().values() if kind == rung.kind]
-        for each in lens:
-            batch = random_batch(*each, HEADS, torch.bfloat16, "cuda")
+        for lens_of_batch in lens:
+            batch = random_batch(*lens_of_batch, HEADS, torch.bfloat16, "cuda")
             rung.prepare(batch, torch.empty_like(batch.query))()
 
 

@@ -72,15 +72,15 @@ def stale_row(plant: Plant) -> Any:
     resumed: set[str] = set()
 
     def add_requests(self: Any, output: Any) -> None:
-        for each in output.scheduled_new_reqs:
+        for request in output.scheduled_new_reqs:
             # only a resumed request has tokens besides its prompt
-            if len(each.prefill_token_ids) > len(each.prompt_token_ids):
-                resumed.add(each.req_id)
+            if len(request.prefill_token_ids) > len(request.prompt_token_ids):
+                resumed.add(request.req_id)
         plain_add(self, output)
         resumed.clear()
 
     def append(self: Any, req_index: int, block_ids: Any, overwrite: bool) -> None:
-        rows = [runner.req_states.req_id_to_index.get(each) for each in resumed]
+        rows = [runner.req_states.req_id_to_index.get(req_id) for req_id in resumed]
         if plant.is_due() and overwrite and req_index in rows:
             for group, ids in enumerate(block_ids):
                 self.num_blocks.np[group, req_index] = len(ids)
@@ -123,10 +123,10 @@ def early_reuse(plant: Plant) -> Any:
         if not plant.is_due() or plant.effects or not blocks:
             return blocks
         manager = plant.scheduler.kv_cache_manager
-        for each in plant.scheduler.running:
-            held = manager.get_blocks(each.request_id).blocks[0]
+        for request in plant.scheduler.running:
+            held = manager.get_blocks(request.request_id).blocks[0]
             # a request with room in its last block does not allocate in this step
-            if held and 0 < each.num_computed_tokens % size < size - 4:
+            if held and 0 < request.num_computed_tokens % size < size - 4:
                 blocks[0].ref_cnt -= 1
                 self.free_block_queue.append(blocks[0])
                 held[-1].ref_cnt += 1
@@ -181,7 +181,9 @@ def moved_replay(plant: Plant) -> Any:
 def _impl(plant: Plant) -> Any:
     """Return the implementation of the model's first attention layer."""
     return next(
-        each.impl for each in plant.runner.model.modules() if hasattr(each, "impl")
+        module.impl
+        for module in plant.runner.model.modules()
+        if hasattr(module, "impl")
     )
 
 

@@ -164,10 +164,10 @@ class Served:
         counted = {"steps": 0, "drafts": 0, "accepted": 0}
         while engine.has_unfinished_requests():
             counted["steps"] += 1
-            for each in engine.step():
+            for output in engine.step():
                 now = time.perf_counter() - start
-                new_tokens = len(each.outputs[0].token_ids)
-                times[each.request_id] += [now] * new_tokens
+                new_tokens = len(output.outputs[0].token_ids)
+                times[output.request_id] += [now] * new_tokens
                 counted["accepted"] += new_tokens - 1
             counted["drafts"] += self.count_drafts()
         synchronize()
@@ -178,15 +178,17 @@ class Served:
         if self.asked.mode != "speculative":
             return 0
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        return sum(len(each.spec_token_ids) for each in scheduler.running)
+        return sum(len(request.spec_token_ids) for request in scheduler.running)
 
     def load(self, name: str, run: str) -> None:
         """Serve a load and write its times. Run "warm" is the first one, beside other work."""
         reqs, length, new = shape = LOADS[name]
         seconds, times, counted = self.serve(shape, seed=1 if run == "warm" else 2)
-        first = [each[0] for each in times]
-        per_token = [(each[-1] - each[0]) / (len(each) - 1) for each in times]
-        gaps = [b - a for each in times for a, b in pairwise(each)]
+        first = [moments[0] for moments in times]
+        per_token = [
+            (moments[-1] - moments[0]) / (len(moments) - 1) for moments in times
+        ]
+        gaps = [b - a for moments in times for a, b in pairwise(moments)]
         self.say(
             event="load",
             load=name,
@@ -207,13 +209,13 @@ class Served:
         """Write what the flight recorder has checked and found."""
         from pagetwin.recorder.wrappers.vllm_schedule import STEPS
 
-        for each in STEPS.recorders:
-            each.finish()
+        for recorder in STEPS.recorders:
+            recorder.finish()
             self.say(
                 event="recorder",
-                is_on=each.is_on,
-                checked=each.checked,
-                findings=[one.found for one in each.findings],
+                is_on=recorder.is_on,
+                checked=recorder.checked,
+                findings=[one.found for one in recorder.findings],
             )
 
     def profile(self, name: str) -> None:
@@ -224,15 +226,15 @@ class Served:
         with profile(activities=[ProfilerActivity.CUDA]) as result:
             self.serve((reqs, length, 8), seed=3)
         rows = sorted(
-            result.key_averages(), key=lambda each: -each.self_device_time_total
+            result.key_averages(), key=lambda row: -row.self_device_time_total
         )
         self.say(
             event="profile",
             load=name,
-            total_ms=round(sum(each.self_device_time_total for each in rows) / 1e3, 2),
+            total_ms=round(sum(row.self_device_time_total for row in rows) / 1e3, 2),
             kernels=[
-                [each.key[:80], each.count, round(each.self_device_time_total / 1e3, 2)]
-                for each in rows[:14]
+                [row.key[:80], row.count, round(row.self_device_time_total / 1e3, 2)]
+                for row in rows[:14]
             ],
         )
 

@@ -70,8 +70,8 @@ def layers(llm: Any) -> list[str]:
     """Return the classes that run the model's attention layers."""
     core = llm.llm_engine.engine_core.engine_core
     model = core.model_executor.driver_worker.worker.model_runner.get_model()
-    found = {type(each.impl) for each in model.modules() if hasattr(each, "impl")}
-    return sorted(f"{each.__module__}.{each.__name__}" for each in found)
+    found = {type(module.impl) for module in model.modules() if hasattr(module, "impl")}
+    return sorted(f"{kind.__module__}.{kind.__name__}" for kind in found)
 
 
 def serve(llm: Any, asked: argparse.Namespace) -> Rows:
@@ -91,8 +91,8 @@ def serve(llm: Any, asked: argparse.Namespace) -> Rows:
         logprobs=TOP,
     )
     rows = []
-    for each in llm.generate(prompts, params, use_tqdm=False):
-        one = each.outputs[0]
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        one = output.outputs[0]
         tops = [
             {token: float(given.logprob) for token, given in step.items()}
             for step in one.logprobs
@@ -116,7 +116,7 @@ def compare(rows: Rows, others: Rows) -> dict[str, Any]:
             continue
         other = tops[at].get(theirs[at])
         margins.append(None if other is None else tops[at][tokens[at]] - other)
-    known = [each for each in margins if each is not None]
+    known = [margin for margin in margins if margin is not None]
     return {
         "prompts": len(rows),
         "equal_prompts": equal,

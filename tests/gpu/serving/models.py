@@ -256,7 +256,7 @@ def _write_processor(path: Path, config: dict[str, Any]) -> None:
     from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 
     words = ["<|endoftext|>", "<|pad|>", "<|end|>", "<|startoftranscript|>"]
-    words += [f"w{each}" for each in range(len(words), config["vocab_size"])]
+    words += [f"w{number}" for number in range(len(words), config["vocab_size"])]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = WhisperTokenizer(vocab=vocab, merges=[])
     features = WhisperFeatureExtractor(

@@ -76,7 +76,7 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     timed("files", "llama-8", llama, "--runs", "0", "--modes", "eager")
     made["recorder-checks"] = ["recorder.py", str(out / "recorder-checks")]
     made["recorder-checks"] += ["--only", "checks"]
-    recorded = [f"{each}+record" for each in llama]
+    recorded = [f"{backend}+record" for backend in llama]
     timed("recorder-eager", "llama-8", [*llama, *recorded], "--modes", "eager")
     # steps of a whole model, which CUDA graphs compute; its start needs more than the usual limit
     whole = ["--modes", "default", "--runs", "3"]
@@ -86,7 +86,7 @@ def phases(asked: argparse.Namespace) -> dict[str, list[str]]:
     # rows of all layers, each within its error budget
     each_step = ["--modes", "eager", "--runs", "1", "--record-every", "1"]
     timed("budgets-deep", "deep", recorded, *each_step)
-    latent = [f"{each}+record" for each in ("FLASH_ATTN_MLA", "CUSTOM")]
+    latent = [f"{backend}+record" for backend in ("FLASH_ATTN_MLA", "CUSTOM")]
     timed("budgets-latent", "deepseek", backends or latent, *each_step)
     for kind in ("replays", "groups"):
         command = ["serving/planted.py", str(out / f"planted-{kind}" / "planted.jsonl")]
@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds of a phase")
     asked = parser.parse_args()
     made = phases(asked)
-    unknown = [each for each in asked.only or () if each not in made]
+    unknown = [name for name in asked.only or () if name not in made]
     if unknown:
         parser.error(f"--only {' '.join(unknown)}: expected names of {', '.join(made)}")
     for name in asked.only or made:

@@ -42,7 +42,7 @@ _NAMES = {plant: name for name, plant in bugs.BUGS.items()}
 
 def _named(*plants: Callable[[Plant], Any]) -> list[str]:
     """Return the names of bugs, in the same order."""
-    return [_NAMES[each] for each in plants]
+    return [_NAMES[plant] for plant in plants]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -210,8 +210,8 @@ def run(
     if plant.effects:
         result["effect"] = plant.effects[0]
     found = []
-    for each in sentences.kept:
-        text = each.removeprefix("flight recorder: ")
+    for sentence in sentences.kept:
+        text = sentence.removeprefix("flight recorder: ")
         text = re.sub(r"\. To check it again: .*", "", text)
         match = re.match(r"step (\d+)(.*)", text, flags=re.DOTALL)
         found.append(f"step {int(match[1]) - start}{match[2]}" if match else text[:900])

@@ -52,7 +52,7 @@ def write_checkpoint(folder: Path, name: str) -> None:
     torch.manual_seed(0)
     names = {"architectures", "model_type", "torch_dtype"}
     model = MODELS[name]
-    sizes = {each: value for each, value in model.items() if each not in names}
+    sizes = {key: value for key, value in model.items() if key not in names}
     config = transformers.LlamaConfig(**sizes, initializer_range=0.1)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 

@@ -84,7 +84,7 @@ class Engine:
         if not self.results.exists():
             return []
         text = self.results.read_text()
-        return [json.loads(each) for each in text[: text.rfind("\n") + 1].splitlines()]
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def tell(self, command: str) -> None:
         """Send a command."""
@@ -98,8 +98,8 @@ class Engine:
     def wait(self, command: str, until: float) -> bool:
         """Wait for the end of a command, or for "ready"; return whether it came in time."""
         while time.time() < until and self.process.poll() is None:
-            for each in self.lines:
-                if each["event"] == command or each.get("command") == command:
+            for line in self.lines:
+                if line["event"] == command or line.get("command") == command:
                     return True
             time.sleep(0.02)
         return False
@@ -117,16 +117,16 @@ def run(asked: argparse.Namespace) -> bool:
         for mode in asked.modes
         for backend in asked.backends
     ]
-    for each in engines:
+    for engine in engines:
         for load in asked.loads:
-            each.tell(f"load {load} warm")
+            engine.tell(f"load {load} warm")
     until = began + asked.start_limit
     last = f"load {asked.loads[-1]} warm"
-    ready = [each for each in engines if each.wait(last, until)]
-    for each in engines:
-        if each not in ready:
-            each.process.kill()
-            print(f"{each.name} was not ready after {time.time() - began:.0f} s")
+    ready = [engine for engine in engines if engine.wait(last, until)]
+    for engine in engines:
+        if engine not in ready:
+            engine.process.kill()
+            print(f"{engine.name} was not ready after {time.time() - began:.0f} s")
     print(
         f"ready after {time.time() - began:.1f} s: {[e.name for e in ready]}",
         flush=True,
@@ -142,20 +142,20 @@ def run(asked: argparse.Namespace) -> bool:
     ]
     jobs += [f"profile {load}" for load in asked.profile]
     for job in jobs:
-        for each in ready:
+        for engine in ready:
             if time.time() < until:
-                each.tell(job)
-                each.wait(job, until)
-    for each in ready:
-        if each.recorded:
-            each.tell("recorder")
-            each.wait("recorder", time.time() + 5)
-        each.tell("quit")
+                engine.tell(job)
+                engine.wait(job, until)
+    for engine in ready:
+        if engine.recorded:
+            engine.tell("recorder")
+            engine.wait("recorder", time.time() + 5)
+        engine.tell("quit")
     time.sleep(1)
     with (asked.out / "serving.jsonl").open("w") as file:
-        for each in engines:
-            each.process.kill()
-            file.writelines(json.dumps(line) + "\n" for line in each.lines)
+        for engine in engines:
+            engine.process.kill()
+            file.writelines(json.dumps(line) + "\n" for line in engine.lines)
     (asked.out / "ended").touch()
     return len(ready) == len(engines)
 

@@ -160,7 +160,7 @@ def describe(server: Server, completions: list[list[str]]) -> dict[str, Any]:
     """Return what a server did, from its log too."""
     text = server.log.read_text()
     cases = server.log.parent / f"cases-{server.backend}"
-    checked = [each for each in text.splitlines() if "steps checked" in each]
+    checked = [line for line in text.splitlines() if "steps checked" in line]
     return {
         "event": "served",
         "backend": server.backend,
@@ -221,23 +221,23 @@ def main() -> int:
     ]
     found: dict[str, list[list[str]]] = {}
     try:
-        for each in servers:
-            missing = {"event": "no answer", "backend": each.backend}
-            if not each.wait(began + LIMIT):
+        for server in servers:
+            missing = {"event": "no answer", "backend": server.backend}
+            if not server.wait(began + LIMIT):
                 lines.append(missing)
                 continue
             ready = round(time.time() - began, 1)
             try:
                 with ThreadPoolExecutor(8) as pool:
-                    words = [*pool.map(each.complete, draw_prompts(asked.prompts))]
+                    words = [*pool.map(server.complete, draw_prompts(asked.prompts))]
             except OSError as error:
                 lines.append({**missing, "error": str(error)})
                 continue
-            found[each.backend] = words
-            lines.append({**describe(each, words), "answered_after_s": ready})
+            found[server.backend] = words
+            lines.append({**describe(server, words), "answered_after_s": ready})
     finally:
-        for each in servers:
-            each.stop()
+        for server in servers:
+            server.stop()
     for one, two in combinations(found, 2):
         pair = {"event": "compared", "backend": two, "other": one}
         lines.append({**pair, **compare(found[one], found[two])})

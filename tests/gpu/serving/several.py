@@ -69,7 +69,10 @@ def start(asked: argparse.Namespace, model: str, gpu: int, device: str) -> Run:
     command = [sys.executable, str(HERE / "run.py"), str(folder), "--model", model]
     command += ["--loads", *(asked.loads or loads), "--modes", *asked.modes]
     is_latent = model.startswith("deepseek")
-    names = [LATENT.get(each, each) if is_latent else each for each in asked.backends]
+    names = [
+        LATENT.get(backend, backend) if is_latent else backend
+        for backend in asked.backends
+    ]
     command += ["--backends", *names, "--runs", str(asked.runs)]
     command += ["--kv-gib", str(KV_GIB.get(model, 8)), "--work", str(asked.work)]
     command += ["--start-limit", str(asked.start_limit), "--limit", str(asked.limit)]
@@ -88,7 +91,7 @@ def start(asked: argparse.Namespace, model: str, gpu: int, device: str) -> Run:
 
 def wait_until_ready(runs: list[Run]) -> None:
     """Wait until no engine is starting any more."""
-    while not all(each.has("ready") for each in runs):
+    while not all(run.has("ready") for run in runs):
         time.sleep(0.2)
 
 
@@ -97,19 +100,19 @@ def release_in_turn(runs: list[Run]) -> None:
     waiting = list(runs)
     timed: dict[int, Run] = {}
     while waiting or timed:
-        timed = {gpu: each for gpu, each in timed.items() if not each.has("ended")}
-        for each in list(waiting):
-            if each.gpu not in timed:
-                (each.folder / "go").touch()
-                timed[each.gpu] = each
-                waiting.remove(each)
+        timed = {gpu: run for gpu, run in timed.items() if not run.has("ended")}
+        for run in list(waiting):
+            if run.gpu not in timed:
+                (run.folder / "go").touch()
+                timed[run.gpu] = run
+                waiting.remove(run)
         time.sleep(0.2)
 
 
 def join(folders: list[Path], path: Path) -> None:
     """Write the lines of all models to one file."""
-    files = [each / "serving.jsonl" for each in folders]
-    text = "".join(each.read_text() for each in files if each.exists())
+    files = [folder / "serving.jsonl" for folder in folders]
+    text = "".join(file.read_text() for file in files if file.exists())
     path.write_text(text)
 
 
@@ -142,12 +145,12 @@ def serve_together(
     try:
         wait_until_ready(runs)
         release_in_turn(runs)
-        codes = [each.process.wait() for each in runs]
+        codes = [run.process.wait() for run in runs]
     finally:
-        for each in runs:
+        for run in runs:
             # its engines are processes of their own
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(each.process.pid, signal.SIGKILL)
+                os.killpg(run.process.pid, signal.SIGKILL)
     return not any(codes)
 
 

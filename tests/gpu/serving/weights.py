@@ -42,7 +42,9 @@ def _route_by_token(params: dict[str, torch.Tensor]) -> None:
     routers read them alone, and no layer changes them. The first six experts of a token differ by 2
     divided by the size of its hidden state.
     """
-    routers = [each for name, each in params.items() if name.endswith("router.weight")]
+    routers = [
+        weight for name, weight in params.items() if name.endswith("router.weight")
+    ]
     if not routers:
         return
     experts, hidden = routers[0].shape

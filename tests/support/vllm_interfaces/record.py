@@ -155,10 +155,10 @@ def wheels() -> dict[str, str]:
     with urllib.request.urlopen(request, timeout=120) as answer:
         files = json.load(answer)["files"]
     found = {}
-    for each in files:
-        named = re.fullmatch(r"vllm-(\d+\.\d+\.\d+)-.*x86_64\.whl", each["filename"])
-        if named and not each.get("yanked"):
-            found[named[1]] = each["url"]
+    for file in files:
+        named = re.fullmatch(r"vllm-(\d+\.\d+\.\d+)-.*x86_64\.whl", file["filename"])
+        if named and not file.get("yanked"):
+            found[named[1]] = file["url"]
     return found
 
 
@@ -169,7 +169,7 @@ def newest_of_each_minor(versions: list[str]) -> list[str]:
         number = tuple(map(int, version.split(".")))
         if number[:2] >= OLDEST:
             newest[number[:2]] = max(number, newest.get(number[:2], number))
-    return [".".join(map(str, each)) for each in sorted(newest.values())]
+    return [".".join(map(str, version)) for version in sorted(newest.values())]
 
 
 # --- what is recorded of a module
@@ -181,13 +181,13 @@ def parameters(node: ast.FunctionDef) -> list[list[Any]]:
     plain = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
     found = [
-        [each.arg, "plain", default and ast.unparse(default)]
-        for each, default in zip(plain, defaults, strict=True)
+        [argument.arg, "plain", default and ast.unparse(default)]
+        for argument, default in zip(plain, defaults, strict=True)
     ]
     if args.vararg:
         found.append([args.vararg.arg, "args", None])
-    for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append([each.arg, "keyword", default and ast.unparse(default)])
+    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        found.append([argument.arg, "keyword", default and ast.unparse(default)])
     if args.kwarg:
         found.append([args.kwarg.arg, "kwargs", None])
     return found
@@ -195,7 +195,7 @@ def parameters(node: ast.FunctionDef) -> list[list[Any]]:
 
 def describe_method(node: ast.FunctionDef) -> dict[str, Any]:
     """Return kind and parameters of a method."""
-    marks = {ast.unparse(each).split("(")[0] for each in node.decorator_list}
+    marks = {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
     kinds = {"staticmethod": "static", "classmethod": "class", "property": "property"}
     kind = next((kinds[mark] for mark in sorted(marks) if mark in kinds), "instance")
     found: dict[str, Any] = {"kind": kind, "parameters": parameters(node)}
@@ -208,16 +208,22 @@ def describe_class(node: ast.ClassDef) -> dict[str, Any]:
     """Return bases, attributes (with the source text of their values) and methods of a class."""
     attributes: dict[str, Any] = {}
     methods: dict[str, Any] = {}
-    for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            attributes[each.target.id] = each.value and ast.unparse(each.value)
-        elif isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
-            attributes[each.targets[0].id] = ast.unparse(each.value)
-        elif isinstance(each, ast.FunctionDef):
-            methods[each.name] = describe_method(each)
-    marks = [ast.unparse(each).split("(")[0] for each in node.decorator_list]
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(
+            statement.target, ast.Name
+        ):
+            attributes[statement.target.id] = statement.value and ast.unparse(
+                statement.value
+            )
+        elif isinstance(statement, ast.Assign) and isinstance(
+            statement.targets[0], ast.Name
+        ):
+            attributes[statement.targets[0].id] = ast.unparse(statement.value)
+        elif isinstance(statement, ast.FunctionDef):
+            methods[statement.name] = describe_method(statement)
+    marks = [ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list]
     return {
-        "bases": [ast.unparse(each).split("[")[0] for each in node.bases],
+        "bases": [ast.unparse(base).split("[")[0] for base in node.bases],
         "is_dataclass": "dataclass" in marks,
         "attributes": attributes,
         "methods": methods,
@@ -227,18 +233,20 @@ def describe_class(node: ast.ClassDef) -> dict[str, Any]:
 def public_names(tree: ast.Module) -> list[str]:
     """Return the names that a module defines or imports at its top level."""
     names: set[str] = set()
-    for each in tree.body:
-        if isinstance(each, (ast.ClassDef, ast.FunctionDef)):
-            names.add(each.name)
-        elif isinstance(each, (ast.Import, ast.ImportFrom)):
-            names |= {alias.asname or alias.name for alias in each.names}
-        elif isinstance(each, ast.Assign):
-            names |= {x.id for x in each.targets if isinstance(x, ast.Name)}
-        elif isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            names.add(each.target.id)
-        elif isinstance(each, ast.If):
+    for statement in tree.body:
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+            names.add(statement.name)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in statement.names}
+        elif isinstance(statement, ast.Assign):
+            names |= {x.id for x in statement.targets if isinstance(x, ast.Name)}
+        elif isinstance(statement, ast.AnnAssign) and isinstance(
+            statement.target, ast.Name
+        ):
+            names.add(statement.target.id)
+        elif isinstance(statement, ast.If):
             # names under TYPE_CHECKING, such as the variables of vllm.envs
-            names |= set(public_names(ast.Module(body=each.body, type_ignores=[])))
+            names |= set(public_names(ast.Module(body=statement.body, type_ignores=[])))
     return sorted(names)
 
 
@@ -250,7 +258,7 @@ def calls(tree: ast.Module) -> dict[str, list[list[Any]]]:
     found: dict[str, set[tuple[int, tuple[str, ...]]]] = {}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or any(
-            isinstance(each, ast.Starred) for each in node.args
+            isinstance(argument, ast.Starred) for argument in node.args
         ):
             continue
         named = node.func
@@ -259,7 +267,7 @@ def calls(tree: ast.Module) -> dict[str, list[list[Any]]]:
             name = "impl_cls"
         of_impl = name == "forward" and ast.unparse(named).endswith(".impl.forward")
         if name in HOOKS or name == "impl_cls" or of_impl:
-            keywords = tuple(each.arg for each in node.keywords if each.arg)
+            keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
             found.setdefault(name, set()).add((len(node.args), keywords))
     return {
         name: sorted([n, list(k)] for n, k in found[name]) for name in sorted(found)
@@ -270,9 +278,11 @@ def returned(tree: ast.Module, name: str, method: str) -> str | None:
     """Return the source text of the last value that a method of a class returns."""
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            for each in node.body:
-                if isinstance(each, ast.FunctionDef) and each.name == method:
-                    last = [x for x in ast.walk(each) if isinstance(x, ast.Return)][-1]
+            for statement in node.body:
+                if isinstance(statement, ast.FunctionDef) and statement.name == method:
+                    last = [
+                        x for x in ast.walk(statement) if isinstance(x, ast.Return)
+                    ][-1]
                     return last.value and ast.unparse(last.value)
     return None
 
@@ -300,11 +310,11 @@ def record(version: str, wheel: zipfile.ZipFile) -> dict[str, Any]:
             if name in nodes
         }
         if module.startswith(NAMES_ALONE):
-            for each in described.values():
-                each["attributes"] = dict.fromkeys(each["attributes"])
-                each["methods"] = {
+            for interface in described.values():
+                interface["attributes"] = dict.fromkeys(interface["attributes"])
+                interface["methods"] = {
                     name: {"kind": method["kind"], "parameters": []}
-                    for name, method in each["methods"].items()
+                    for name, method in interface["methods"].items()
                 }
         modules[module] = {"names": public_names(tree), "classes": described}
     flash = parse("vllm.v1.attention.backends.flash_attn")
@@ -337,9 +347,11 @@ def as_text(facts: dict[str, Any]) -> str:
     def add(value: Any, depth: int, head: str, tail: str) -> None:
         if depth < 5 and isinstance(value, dict) and value:
             lines.append(head + "{")
-            for number, (name, each) in enumerate(value.items(), 1):
+            for number, (name, inner) in enumerate(value.items(), 1):
                 comma = "," if number < len(value) else ""
-                add(each, depth + 1, " " * (depth + 1) + json.dumps(name) + ": ", comma)
+                add(
+                    inner, depth + 1, " " * (depth + 1) + json.dumps(name) + ": ", comma
+                )
             lines.append(" " * depth + "}" + tail)
         else:
             lines.append(head + json.dumps(value) + tail)

@@ -233,7 +233,9 @@ class Launches:
         known = self.appends.get(key)
         if known is None:
             if tiles is None:
-                tiles = next(each for each in self.row_tiles if each.block_m == block_m)
+                tiles = next(
+                    tiles for tiles in self.row_tiles if tiles.block_m == block_m
+                )
             rows = min(16, block_m)
             config = self.config._replace(
                 BLOCK_M=block_m,

@@ -179,7 +179,7 @@ def choose_short_rest_tiles(
     """
     if INTERPRETED:
         # of any rows, so that small batches have several query tiles
-        return next(each for each in row_tiles if each.block_m == block_m)
+        return next(tiles for tiles in row_tiles if tiles.block_m == block_m)
     decode = row_tiles[0]
     if block_m != decode.block_m:
         return None

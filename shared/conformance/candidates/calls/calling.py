@@ -90,7 +90,7 @@ def run_call(
         found = given["out"]
     if "out" not in given:
         inputs = call.arguments.items()
-        tensors = {name: each for name, each in inputs if isinstance(each, Tensor)}
+        tensors = {name: value for name, value in inputs if isinstance(value, Tensor)}
         expect_own_memory("output", found, **tensors)
     expect_same("shape of the output", list(found.shape), [tokens, heads, size])
     expect_same("dtype of the output", found.dtype, call.out_dtype or call.dtype)

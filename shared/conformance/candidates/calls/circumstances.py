@@ -81,7 +81,7 @@ class _RoundedFactors(TorchFunctionMode):
         """Round float32 factors to bfloat16 where torch's settings allow it."""
         is_product = getattr(func, "__name__", "") in PRODUCTS
         if is_product and torch.get_float32_matmul_precision() != "highest":
-            args = [_rounded(each) for each in args]
+            args = [_rounded(argument) for argument in args]
         return func(*args, **(kwargs or {}))
 
 
@@ -100,7 +100,7 @@ HALF_PRODUCTS = (
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_rounded(each) for each in value]
+        return [_rounded(part) for part in value]
     if isinstance(value, Tensor) and value.dtype == torch.float32:
         return value.bfloat16().float()
     return value

@@ -181,14 +181,14 @@ def _run_prompts(
         return _prompts_of_rank(setting, batch, built, group)
 
     found = run_ranks(ranks.world_size, work, batch.seed, setting.device)
-    tokens = torch.cat([each for each, _, _ in found])
+    tokens = torch.cat([token for token, _, _ in found])
     expect_same(
         "tokens of all ranks", tokens.sort().values.cpu(), torch.arange(len(tokens))
     )
     expect_same("number of tokens", len(tokens), sum(batch.query_lens))
     place = tokens.argsort()
     lses = [lse for _, _, lse in found if lse is not None]
-    rows = torch.cat([each for _, each, _ in found])[place]
+    rows = torch.cat([rows_of_rank for _, rows_of_rank, _ in found])[place]
     return rows, torch.cat(lses, dim=1)[:, place] if lses else None
 
 

@@ -134,9 +134,9 @@ class _Meeting:
         for thread in threads:
             thread.join()
         torch.set_default_dtype(default)
-        errors = [each for each in self._ended.values() if each is not None]
+        errors = [error for error in self._ended.values() if error is not None]
         # a rank that waited for one with an error has no error of its own
-        errors.sort(key=lambda each: isinstance(each, RankError) and self._is_broken)
+        errors.sort(key=lambda error: isinstance(error, RankError) and self._is_broken)
         if errors:
             raise errors[0]
         return [results[rank] for rank in range(self.world_size)]
@@ -157,7 +157,7 @@ class _Meeting:
                 f"rank {rank} of {self.world_size}: {given[0]} has not ended on all ranks",
                 rank,
                 0,
-                tuple(each for each in self._ended),
+                tuple(rank_ended for rank_ended in self._ended),
             )
 
     def _let_run(self, rank: int) -> None:
@@ -174,7 +174,7 @@ class _Meeting:
             self._is_broken = True
             return
         names = {name for name, _, _ in arrived.values()}
-        shapes = {(each.shape, each.dtype) for _, _, each in arrived.values()}
+        shapes = {(tensor.shape, tensor.dtype) for _, _, tensor in arrived.values()}
         if len(names) > 1 or len(shapes) > 1:
             raise Disagreement(
                 "collectives", "of the ranks", sorted(map(str, names | shapes)), "one"
@@ -187,7 +187,7 @@ class _Meeting:
             elif name == "shift":
                 out.copy_(sent[rank - 1])
             else:
-                parts = torch.stack([each[rank] for each in sent])
+                parts = torch.stack([tensor[rank] for tensor in sent])
                 out.copy_(parts if name == "all-to-all" else parts.sum(0))
         self._wait_for_streams()
 

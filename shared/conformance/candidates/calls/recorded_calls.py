@@ -49,7 +49,7 @@ class Records:
         changed: dict[str, Any] = {}
         for name, found in candidate.operations.items():
             if name == "BACKENDS":
-                changed[name] = tuple(self._backend(each) for each in found)
+                changed[name] = tuple(self._backend(backend) for backend in found)
             elif inspect.isclass(found):
                 changed[name] = self._class(name, found)
             else:
@@ -128,9 +128,9 @@ class Records:
     ) -> None:
         """Call a function with two contents of its outputs, and compare what it wrote."""
         outputs = [
-            (each, named[each])
-            for each in OUTPUTS
-            if isinstance(named.get(each), Tensor)
+            (output_name, named[output_name])
+            for output_name in OUTPUTS
+            if isinstance(named.get(output_name), Tensor)
         ]
         if not outputs:
             return
@@ -148,7 +148,7 @@ class Records:
             is_kept = (one == 7) & (other == -3)
             expect_same(
                 f"{output} of {name}, which held other numbers before",
-                *(each.masked_fill(is_kept, 0.0) for each in (one, other)),
+                *(result.masked_fill(is_kept, 0.0) for result in (one, other)),
             )
 
     def _with_other_numbers(
@@ -156,9 +156,9 @@ class Records:
     ) -> None:
         """Call a function with numbers of the other sign at the same addresses."""
         numbers = {
-            each.untyped_storage().data_ptr(): each
-            for each in tensors_in((args, given))
-            if each.is_floating_point() and each.dim() > 1
+            tensor.untyped_storage().data_ptr(): tensor
+            for tensor in tensors_in((args, given))
+            if tensor.is_floating_point() and tensor.dim() > 1
         }
         if not numbers:
             return
@@ -186,8 +186,10 @@ class restored:
     """
 
     def __init__(self, value: object) -> None:
-        found = {each.untyped_storage().data_ptr(): each for each in tensors_in(value)}
-        self._memories = [memory_of(each) for each in found.values()]
+        found = {
+            tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_in(value)
+        }
+        self._memories = [memory_of(tensor) for tensor in found.values()]
 
     def __enter__(self) -> None:
         self._before = [memory.clone() for memory in self._memories]
@@ -199,21 +201,21 @@ class restored:
 
 def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors in nested containers and dataclasses."""
-    for _, each in _walk(value, ""):
-        if isinstance(each, Tensor):
-            yield each
+    for _, leaf in _walk(value, ""):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def leaves_of(value: object, path: str) -> list[tuple[str, Any]]:
     """Return copies of the tensors and numbers in nested containers and dataclasses."""
     leaves: list[tuple[str, Any]] = []
-    for where, each in _walk(value, path):
-        if isinstance(each, Tensor):
-            leaves.append((where, each.detach().cpu().clone()))
-        elif isinstance(each, np.ndarray):
-            leaves.append((where, torch.from_numpy(each.copy())))
+    for where, leaf in _walk(value, path):
+        if isinstance(leaf, Tensor):
+            leaves.append((where, leaf.detach().cpu().clone()))
+        elif isinstance(leaf, np.ndarray):
+            leaves.append((where, torch.from_numpy(leaf.copy())))
         else:
-            leaves.append((where, repr(each)))
+            leaves.append((where, repr(leaf)))
     return leaves
 
 
@@ -222,11 +224,11 @@ def _walk(value: object, path: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, (Tensor, np.ndarray, *PLAIN)):
         yield path, value
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _walk(each, f"{path}[{key!r}]")
+        for key, inner in value.items():
+            yield from _walk(inner, f"{path}[{key!r}]")
     elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from _walk(each, f"{path}[{index}]")
+        for index, inner in enumerate(value):
+            yield from _walk(inner, f"{path}[{index}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _walk(getattr(value, field.name), f"{path}.{field.name}")

@@ -223,15 +223,15 @@ class WrongCalls(Records):
             if name == "self":
                 continue
             yield CallPart(name, value, name)
-            is_returned = any(each is value for each in self._returned)
+            is_returned = any(returned is value for returned in self._returned)
             if is_dataclass(value) and not isinstance(value, type) and not is_returned:
-                for each in fields(value):
-                    label = each.name
+                for field in fields(value):
+                    label = field.name
                     if not isinstance(value, AttentionOptions):
                         label = f"{name}.{label}"
-                    if each.init:
+                    if field.init:
                         yield CallPart(
-                            label, getattr(value, each.name), name, each.name
+                            label, getattr(value, field.name), name, field.name
                         )
 
     def _is_promised(
@@ -266,7 +266,9 @@ def outcome(
 def _held(name: str, given: Mapping[str, Any]) -> Any:
     """Return the state of a call's object and arguments, of which a constructor has no object."""
     if name.endswith(".__init__"):
-        given = {each: value for each, value in given.items() if each != "self"}
+        given = {
+            argument: value for argument, value in given.items() if argument != "self"
+        }
     return state_of(dict(given), COMPUTED, whole=True)
 
 

@@ -57,12 +57,12 @@ class Copies:
         """Note the copies in code that is loaded."""
         if not isinstance(code, CodeType):
             return
-        for each in _codes_in(code):
-            for right in self._known.get(_form_of(each), ()):
-                is_other = each.co_filename != right.co_filename
-                if is_other and not self._is_foreign(each.co_filename):
+        for loaded in _codes_in(code):
+            for right in self._known.get(_form_of(loaded), ()):
+                is_other = loaded.co_filename != right.co_filename
+                if is_other and not self._is_foreign(loaded.co_filename):
                     continue
-                if each.co_code == right.co_code:
+                if loaded.co_code == right.co_code:
                     names = dict.fromkeys(self._names[right], right.co_name)
                     self._found = names | self._found
 
@@ -77,6 +77,6 @@ def _form_of(code: CodeType) -> Form:
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _codes_in(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)

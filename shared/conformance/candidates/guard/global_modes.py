@@ -88,7 +88,7 @@ def _nesting() -> int:
 def _read_seeds() -> tuple[int, ...]:
     """Return the seed of each generator. Drawing from a generator does not change its seed."""
     return torch.default_generator.initial_seed(), *(
-        each.initial_seed() for each in torch.cuda.default_generators
+        generator.initial_seed() for generator in torch.cuda.default_generators
     )
 
 

@@ -55,10 +55,10 @@ GUARD_VARIABLE = "PAGETWIN_GUARD_CALLS"
 TWINS = ("reference", "optimized", f"{SUITE}.reference", f"{SUITE}.optimized")
 """Implementations that are not guarded."""
 SHARED = frozenset(
-    name for each in CONCEPTS if each.is_single for name in each.operations
+    name for concept in CONCEPTS if concept.is_single for name in concept.operations
 )
 """Operations that both twins share: who imports one has not written it."""
-NAMES = frozenset(name for each in CONCEPTS for name in each.operations)
+NAMES = frozenset(name for concept in CONCEPTS for name in concept.operations)
 ATTENTION = tuple(
     name
     for name in sorted(NAMES)
@@ -154,7 +154,7 @@ def _modules(prefixes: tuple[str, ...]) -> list[ModuleType]:
         module
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType)
-        and any(name == each or name.startswith(f"{each}.") for each in prefixes)
+        and any(name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
     ]
 
 
@@ -168,7 +168,8 @@ def _stub(name: str, free: tuple[str, ...]) -> CodeType:
 
     own = forbidden.__code__
     consts = tuple(
-        note_call if each == "what is called" else each for each in own.co_consts
+        note_call if constant == "what is called" else constant
+        for constant in own.co_consts
     )
     return own.replace(co_name=name, co_freevars=free, co_consts=consts)
 
@@ -208,7 +209,8 @@ class Guard:
         for name in JUDGES:
             import_module(f"{SUITE}.{name}")
         self._judges = Namespaces(
-            [each for name in JUDGES for each in _modules((f"{SUITE}.{name}",))], SUITE
+            [module for name in JUDGES for module in _modules((f"{SUITE}.{name}",))],
+            SUITE,
         )
         self._comparators = list(_comparators())
         self._others = list(_functions_in(_modules(GUARDED)))
@@ -219,13 +221,13 @@ class Guard:
         """Remember the functions of the reference and of the oracles, to find copies of them."""
         packages = "reference", *ORACLES
         folders = tuple(
-            f"{Path(inspect.getfile(import_module(f'{SUITE}.{each}'))).parent}/"
-            for each in packages
+            f"{Path(inspect.getfile(import_module(f'{SUITE}.{package}'))).parent}/"
+            for package in packages
         )
         oracles = _modules(tuple(f"{SUITE}.{oracle}" for oracle in ORACLES))
         judging = [function for _, _, function, _ in _functions_in(oracles)]
         for name in KERNELS:
-            right = [each for each, _, _ in _forbidden_for(name)]
+            right = [function for function, _, _ in _forbidden_for(name)]
             own = judging if name in ATTENTION else []
             self._copies.know(name, [*right, *own], folders)
 
@@ -336,9 +338,9 @@ def _forbidden_for(
         found[id(right)] = right
         own = sys.modules[right.__module__]
         helpers = {} if not own.__name__.startswith(f"{SUITE}.reference") else vars(own)
-        for name, each in helpers.items():
-            if isinstance(each, FunctionType) and each.__module__ == own.__name__:
-                found |= {id(each): each} if name not in NAMES else {}
+        for name, helper in helpers.items():
+            if isinstance(helper, FunctionType) and helper.__module__ == own.__name__:
+                found |= {id(helper): helper} if name not in NAMES else {}
         right = getattr(right, "__wrapped__", None)
     for function in found.values():
         code = function.__code__
@@ -349,9 +351,9 @@ def _ending_of(error: BaseException) -> str:
     """Return the name of an error with which only the suite may end a case, or nothing."""
     if isinstance(error, Disagreement):  # of an adapter that is a part of the suite
         return ""
-    for each in type(error).__mro__:
-        if f"{each.__module__}.".startswith(ENDINGS):
-            return each.__name__
+    for kind in type(error).__mro__:
+        if f"{kind.__module__}.".startswith(ENDINGS):
+            return kind.__name__
     return ""
 
 
@@ -405,8 +407,8 @@ def _comparators() -> Iterator[Watched]:
 
 OWN = Path(__file__).resolve().parents[4]
 OTHERS = (
-    *(f"{OWN}/{each}/" for each in ("shared", "reference", "optimized", ".typing")),
-    *(f"{Path(inspect.getfile(each)).parent}/" for each in (inspect, torch)),
+    *(f"{OWN}/{folder}/" for folder in ("shared", "reference", "optimized", ".typing")),
+    *(f"{Path(inspect.getfile(module)).parent}/" for module in (inspect, torch)),
     "<frozen",
 )
 """Folders of this package, of the standard library and of torch."""
@@ -459,11 +461,11 @@ def guard_operations(operations: dict[str, Any]) -> dict[str, Any]:
     GUARD.hook()
     right = load_implementation("reference")
     return {
-        name: guarded(name, each)
+        name: guarded(name, operation)
         if name in NAMES
-        and callable(each)
-        and not inspect.isclass(each)
-        and not (name in SHARED and each is getattr(right, name))
-        else each
-        for name, each in operations.items()
+        and callable(operation)
+        and not inspect.isclass(operation)
+        and not (name in SHARED and operation is getattr(right, name))
+        else operation
+        for name, operation in operations.items()
     }

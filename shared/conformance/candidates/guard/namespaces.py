@@ -76,7 +76,7 @@ class Function:
     def __init__(self, function: FunctionType, name: str) -> None:
         self.function = function
         self.name = name
-        self._parts = tuple(getattr(function, each) for each in PARTS)
+        self._parts = tuple(getattr(function, part) for part in PARTS)
         self._named: dict[str, Any] = self._parts[2] or {}
         self._before = dict(self._named)
         self._values = tuple(self._named.values())
@@ -125,7 +125,7 @@ class Namespaces:
             for value in vars(module).values():
                 if isinstance(value, type) and _is_of(value, package):
                     owners[id(value)] = value
-        self._namespaces = [Namespace(each) for each in owners.values()]
+        self._namespaces = [Namespace(owner) for owner in owners.values()]
         self._functions = {
             id(function): Function(function, f"{name_of(owner)}.{name}")
             for owner in owners.values()
@@ -134,7 +134,9 @@ class Namespaces:
             if _is_of(function, package)
         }
         self._with_named = [
-            each for each in self._functions.values() if each.has_named_defaults
+            function
+            for function in self._functions.values()
+            if function.has_named_defaults
         ]
 
     def restore_changed(self, written: Iterable[object] = ()) -> str:
@@ -143,8 +145,8 @@ class Namespaces:
         Args:
             written: Functions of which a part was set.
         """
-        for each in self._namespaces:
-            if not each.is_same() and (name := each.restore()):
+        for namespace in self._namespaces:
+            if not namespace.is_same() and (name := namespace.restore()):
                 return name
         for one in self._with_named:
             if not one.is_same_in_place():
@@ -185,8 +187,12 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
         found = [value.fget, value.fset]
     elif isinstance(value, (staticmethod, classmethod)):
         found = [value.__func__]
-    for each in found:
-        while each is not None and not isinstance(each, type):
-            if isinstance(each, FunctionType):
-                yield each
-            each = vars(each).get("__wrapped__") if hasattr(each, "__dict__") else None
+    for function in found:
+        while function is not None and not isinstance(function, type):
+            if isinstance(function, FunctionType):
+                yield function
+            function = (
+                vars(function).get("__wrapped__")
+                if hasattr(function, "__dict__")
+                else None
+            )

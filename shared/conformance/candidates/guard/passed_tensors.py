@@ -23,11 +23,11 @@ class PassedTensors:
     def __init__(
         self, args: Iterable[Any], given: Mapping[str, Any] | None = None
     ) -> None:
-        named = [(f"argument {place}", each) for place, each in enumerate(args)]
+        named = [(f"argument {place}", argument) for place, argument in enumerate(args)]
         self._before = [
-            (name, each, _place_of(each))
-            for name, each in (*named, *(given or {}).items())
-            if type(each) is Tensor and not each.is_meta
+            (name, argument, _place_of(argument))
+            for name, argument in (*named, *(given or {}).items())
+            if type(argument) is Tensor and not argument.is_meta
         ]
 
     def changed_by(self, found: Any) -> str:
@@ -39,10 +39,12 @@ class PassedTensors:
         for name, tensor, place in self._before:
             if _place_of(tensor) != place:
                 return f"it gave {name} other memory"
-        results = [("a result", each) for each in _tensors_of(found)]
+        results = [("a result", result) for result in _tensors_of(found)]
         every = [*((name, tensor) for name, tensor, _ in self._before), *results]
         for name, tensor in every:
-            own = [each for each in vars(tensor) if hasattr(Tensor, each)]
+            own = [
+                attribute for attribute in vars(tensor) if hasattr(Tensor, attribute)
+            ]
             if own:
                 return f"it gave {name} its own {own[0]}"
         return ""
@@ -58,6 +60,6 @@ def _tensors_of(found: Any) -> Iterator[Tensor]:
     if isinstance(found, Tensor):
         yield found
     elif isinstance(found, Mapping):
-        yield from (each for each in found.values() if isinstance(each, Tensor))
+        yield from (value for value in found.values() if isinstance(value, Tensor))
     elif isinstance(found, (tuple, list)):
-        yield from (each for each in found if isinstance(each, Tensor))
+        yield from (value for value in found if isinstance(value, Tensor))

@@ -48,9 +48,9 @@ class DecodeBatch:
         """Return the metadata of the batch, with different numbers in every field."""
         reqs = len(self.lens)
         crossed: dict[str, Any] = {
-            "encoder_seq_lens": [each // 2 + 1 for each in self.lens],
+            "encoder_seq_lens": [length // 2 + 1 for length in self.lens],
             "encoder_seq_lens_tensor": counts(
-                [each // 2 + 1 for each in self.lens], device
+                [length // 2 + 1 for length in self.lens], device
             ),
             "max_encoder_seq_len": max(self.lens) // 2 + 1,
             "num_encoder_tokens": 0,
@@ -62,7 +62,8 @@ class DecodeBatch:
         return SequenceAttentionMetadata(
             num_decode_tokens=reqs,
             slot_mapping=torch.tensor(
-                [100 * each + req for req, each in enumerate(self.lens)], device=device
+                [100 * length + req for req, length in enumerate(self.lens)],
+                device=device,
             ),
             seq_lens_tensor=counts(self.lens, device),
             max_decode_seq_len=max(self.lens),
@@ -79,11 +80,11 @@ class DecodeBatch:
         shape = (0,) if name == "cross_slot_mapping" else shape
         right = torch.full(shape, HARMLESS[name], dtype=source.dtype)
         for row, value in enumerate(source.tolist()):
-            for column, each in enumerate(value if source.dim() == 2 else [value]):
+            for column, number in enumerate(value if source.dim() == 2 else [value]):
                 if source.dim() == 2:
-                    right[row, column] = each
+                    right[row, column] = number
                 else:
-                    right[row] = each
+                    right[row] = number
         return right
 
 

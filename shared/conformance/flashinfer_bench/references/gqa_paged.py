@@ -42,7 +42,7 @@ def attend(
         keys = (len(pages) - 1) * k_cache.shape[1] + int(kv_last_page_len[req])
         keys = keys if len(pages) else 0
         k, v = (cache[pages].flatten(0, 1)[:keys] for cache in (k_cache, v_cache))
-        k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
+        k, v = (tensor.double().repeat_interleave(group, 1) for tensor in (k, v))
         # compute the scaled dot products
         rows = slice(int(qo_indptr[req]), int(qo_indptr[req + 1]))
         scores = torch.einsum("qhd,khd->hqk", q[rows].double(), k) * sm_scale

@@ -119,7 +119,7 @@ class Kind:
     is_prompt: bool = True
 
 
-KINDS = [Kind(each.value, prompt) for each in AttentionType for prompt in (True, False)]
+KINDS = [Kind(kind.value, prompt) for kind in AttentionType for prompt in (True, False)]
 LENGTHS = {
     ("decoder", True): ("seq_lens_tensor", "max_prefill_seq_len", "block_tables"),
     ("decoder", False): ("seq_lens_tensor", "max_decode_seq_len", "block_tables"),
@@ -207,7 +207,7 @@ def each_kind_of_attention_counts_its_own_tokens(setting: Setting, kind: Kind) -
     for attn_type in (kind.attn_type, AttentionType(kind.attn_type)):
         expect_same("tokens", tuple(get(metadata, attn_type)), right)
     idle = replace(metadata, num_encoder_tokens=0)
-    none = tuple(0 if each == 70_010 else each for each in right)
+    none = tuple(0 if number == 70_010 else number for number in right)
     expect_same("tokens beside no encoder's", tuple(get(idle, kind.attn_type)), none)
     lacking = replace(metadata, num_encoder_tokens=None)
     if kind.attn_type.startswith("encoder") and kind.attn_type != "encoder_only":
@@ -308,7 +308,7 @@ def rows_are_padded_into_one_tensor(setting: Setting, cases: list[UnevenRows]) -
         found = make(given, rows.pad, rows.dtype, rows.max_len, setting.device)
         longest = max(map(len, given), default=0)
         width = longest if rows.max_len is None else rows.max_len
-        flat = [each for row in rows.rows for each in padded(row, width, rows.pad)]
+        flat = [number for row in rows.rows for number in padded(row, width, rows.pad)]
         right = torch.tensor(flat, dtype=rows.dtype).view(len(given), width)
         expect_same("the tensor", found, right)
         expect_same("where it lies", found.device.type, setting.device.type)

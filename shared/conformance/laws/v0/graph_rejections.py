@@ -229,7 +229,7 @@ def a_rejected_capture_leaves_the_steps_captured_before(
 ) -> None:
     """This includes a step of the same size."""
     function, size, inputs = CAPTURED[what]
-    inputs = tuple(each.to(setting.device) for each in inputs)
+    inputs = tuple(tensor.to(setting.device) for tensor in inputs)
     state = state_of(setting, GraphHistory((2,), 3, False, ()))
     with state.graph_capture(3):
         with suppress(NotImplementedError):

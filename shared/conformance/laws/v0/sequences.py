@@ -58,7 +58,9 @@ class StepOfGroups:
 
     def sequences(self) -> list[tuple[SequenceGroup, SequenceInput]]:
         """Return every sequence with its group."""
-        return [(group, each) for group in self.groups for each in group.sequences]
+        return [
+            (group, sequence) for group in self.groups for sequence in group.sequences
+        ]
 
     def row(self, group: SequenceGroup, sequence: SequenceInput) -> list[int]:
         """Return the block-table row that attention reads."""
@@ -84,18 +86,21 @@ class StepOfGroups:
     def seq_lens(self) -> list[int]:
         """Return the number of tokens of each sequence that attention may read."""
         return [
-            each.context_len
-            + each.query_len
-            - self.dropped(group, each) * self.block_size
-            for group, each in self.sequences()
+            sequence.context_len
+            + sequence.query_len
+            - self.dropped(group, sequence) * self.block_size
+            for group, sequence in self.sequences()
         ]
 
     def slots(self) -> list[int]:
         """Return the slot of every new token, or PAD_SLOT_ID if no later token attends to it."""
         found = []
-        for group, each in self.sequences():
-            row, length = list(group.row(each)), each.context_len + each.query_len
-            for position in range(each.context_len, length):
+        for group, sequence in self.sequences():
+            row, length = (
+                list(group.row(sequence)),
+                sequence.context_len + sequence.query_len,
+            )
+            for position in range(sequence.context_len, length):
                 is_seen = not group.is_prompt or self.window is None
                 is_seen = is_seen or length - position <= (self.window or 0)
                 block = row[position // self.block_size] if row else 0
@@ -112,18 +117,22 @@ class StepOfGroups:
         for group in self.groups:
             if not group.is_prompt:
                 continue
-            for modality, each in group.multi_modal_placeholder_maps.items():
+            for modality, placeholder_map in group.multi_modal_placeholder_maps.items():
                 before = rows.get(modality, 0)
                 for index in range(len(group.sequences)):
-                    first = token + index * each.dest_len
+                    first = token + index * placeholder_map.dest_len
                     src.setdefault(modality, []).extend(
-                        before + row for span in each.src_ranges for row in span
+                        before + row
+                        for span in placeholder_map.src_ranges
+                        for row in span
                     )
                     dest.setdefault(modality, []).extend(
-                        first + own for span in each.dest_ranges for own in span
+                        first + own
+                        for span in placeholder_map.dest_ranges
+                        for own in span
                     )
-                rows[modality] = before + each.src_len
-            token += sum(each.query_len for each in group.sequences)
+                rows[modality] = before + placeholder_map.src_len
+            token += sum(sequence.query_len for sequence in group.sequences)
         return {name: IndexMap(src[name], dest[name]) for name in src}
 
 
@@ -181,7 +190,7 @@ def groups(draw: st.DrawFn) -> StepOfGroups:
         draw_group(pick, 10 * index, size, kind == 0)
         for index, kind in enumerate(kinds)
     ]
-    if not any(each.query_len for group in made for each in group.sequences):
+    if not any(sequence.query_len for group in made for sequence in group.sequences):
         made.append(draw_group(pick, 90, size, False))
     is_decode = not any(group.is_prompt for group in made)
     padding = pick.choice([-1, 0, 2]) if is_decode else -1
@@ -209,8 +218,8 @@ def begin(setting: Setting, step: StepOfGroups) -> Any:
 
 def build(builder: Any, step: StepOfGroups) -> SequenceAttentionMetadata:
     """Return the metadata that the candidate builds from the groups that were added."""
-    lens = [each.query_len for _, each in step.sequences()]
-    rows = [step.row(group, each) for group, each in step.sequences()]
+    lens = [sequence.query_len for _, sequence in step.sequences()]
+    rows = [step.row(group, sequence) for group, sequence in step.sequences()]
     width = None if step.spare is None else max(map(len, rows)) + step.spare
     found: SequenceAttentionMetadata = builder.build(
         [*step.seq_lens(), *[1] * max(step.padding, 0)],
@@ -226,11 +235,11 @@ def expected(step: StepOfGroups) -> dict[str, Any]:
     """Return the expected fields of the step's metadata."""
     padding = max(step.padding, 0)
     both = step.sequences()
-    rows = [*[step.row(*each) for each in both], *[[]] * padding]
+    rows = [*[step.row(*pair) for pair in both], *[[]] * padding]
     width = max(map(len, rows)) + (step.spare or 0)
     lens = [*step.seq_lens(), *[1] * padding]
-    new = [*[each.query_len for _, each in both], *[1] * padding]
-    prompts = [each for group, each in both if group.is_prompt]
+    new = [*[sequence.query_len for _, sequence in both], *[1] * padding]
+    prompts = [sequence for group, sequence in both if group.is_prompt]
     decodes = [
         length
         for (group, _), length in zip(both, step.seq_lens(), strict=True)
@@ -239,7 +248,7 @@ def expected(step: StepOfGroups) -> dict[str, Any]:
     slots = [*step.slots(), *[PAD_SLOT_ID] * padding]
     return {
         "num_prefills": len(prompts),
-        "num_prefill_tokens": sum(each.query_len for each in prompts),
+        "num_prefill_tokens": sum(sequence.query_len for sequence in prompts),
         "num_decode_tokens": len(decodes) + padding,
         "slot_mapping": torch.tensor(slots, dtype=torch.int64),
         "multi_modal_placeholder_index_maps": step.placeholders(),
@@ -247,14 +256,15 @@ def expected(step: StepOfGroups) -> dict[str, Any]:
         "seq_lens": lens,
         "seq_lens_tensor": counts(lens),
         "max_prefill_seq_len": max(
-            (each.context_len + each.query_len for each in prompts), default=0
+            (sequence.context_len + sequence.query_len for sequence in prompts),
+            default=0,
         ),
         "max_decode_seq_len": max(decodes, default=0),
         "max_query_len": max(new),
         "query_start_loc": counts([0, *accumulate(new)]),
         "seq_start_loc": counts([0, *accumulate(lens)]),
         "context_lens_tensor": counts(
-            [*[each.context_len for _, each in both], *[0] * padding]
+            [*[sequence.context_len for _, sequence in both], *[0] * padding]
         ),
         "block_tables": counts([e for row in rows for e in padded(row, width, 0)]).view(
             len(rows), width
@@ -355,10 +365,10 @@ def two_steps(draw: st.DrawFn) -> Steps:
     size = first.block_size
     pick = Random(draw(st.integers(0, 2**20)))
     again = tuple(
-        draw_group(pick, 10 * index, size, each.is_prompt)
-        for index, each in enumerate(second.groups)
+        draw_group(pick, 10 * index, size, group.is_prompt)
+        for index, group in enumerate(second.groups)
     )
-    if not any(each.query_len for group in again for each in group.sequences):
+    if not any(sequence.query_len for group in again for sequence in group.sequences):
         again += (draw_group(pick, 90, size, False),)
     is_decode = not any(group.is_prompt for group in again)
     return Steps(
@@ -436,7 +446,7 @@ REJECTED_GROUPS = {
 
 @law(
     "CommonMetadataBuilder",
-    cases=[BadGroup(each) for each in REJECTED_GROUPS],
+    cases=[BadGroup(what) for what in REJECTED_GROUPS],
     claim="rejects shapes",
 )
 def a_rejected_group_leaves_the_step_unchanged(
@@ -507,15 +517,15 @@ def what_a_step_has_collected_can_be_read(setting: Setting, step: StepOfGroups) 
     for group in step.groups:
         builder.add_seq_group(group)
     both = step.sequences()
-    prompts = [each for group, each in both if group.is_prompt]
+    prompts = [sequence for group, sequence in both if group.is_prompt]
     for name, right in {
         "slot_mapping": step.slots(),
-        "context_lens": [each.context_len for _, each in both],
-        "block_tables": [step.row(*each) for each in both],
-        "prefill_seq_lens": [each.orig_seq_len for each in prompts],
+        "context_lens": [sequence.context_len for _, sequence in both],
+        "block_tables": [step.row(*pair) for pair in both],
+        "prefill_seq_lens": [sequence.orig_seq_len for sequence in prompts],
         "curr_seq_lens": step.seq_lens()[len(prompts) :],
         "num_prefills": len(prompts),
-        "num_prefill_tokens": sum(each.query_len for each in prompts),
+        "num_prefill_tokens": sum(sequence.query_len for sequence in prompts),
         "num_decode_tokens": len(both) - len(prompts),
     }.items():
         expect_same(name, getattr(builder, name), right)

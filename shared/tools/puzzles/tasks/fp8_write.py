@@ -185,8 +185,8 @@ def operations(function: Function) -> dict[str, Function]:
             (key, key_cache, k_scale),
             (value, value_cache, v_scale),
         ):
-            each = torch.as_tensor(scale, dtype=torch.float32).expand(key.shape[1])
-            function(new, cache, slot_mapping, each)
+            scales = torch.as_tensor(scale, dtype=torch.float32).expand(key.shape[1])
+            function(new, cache, slot_mapping, scales)
 
     return {"reshape_and_cache": reshape_and_cache}
 
