@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test = item.nodeid.partition("[")[0]
             groups.setdefault((test, mark.args[0], key), []).append(item)
     for (_, number, _), cases in groups.items():
-        kept = {each * len(cases) // number for each in range(number)}
+        kept = {index * len(cases) // number for index in range(number)}
         for index, case in enumerate(cases):
             if index not in kept:
                 case.add_marker("extended")
