@@ -49,7 +49,7 @@ def alike(text: str, other: str) -> bool:
     if NUMBER.sub("#", text) != NUMBER.sub("#", other):
         return False
     numbers, others = (
-        [float(found) for found in NUMBER.findall(each)] for each in (text, other)
+        [float(found) for found in NUMBER.findall(words)] for words in (text, other)
     )
     return numbers == pytest.approx(others, rel=1e-2, abs=1e-6)
 

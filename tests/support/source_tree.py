@@ -52,7 +52,7 @@ def docstrings_of(module: str) -> list[tuple[str, str]]:
             found.append((getattr(node, "name", ""), words))
         # expressions, which are most nodes, contain none
         waiting += [
-            each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)
+            child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
         ]
     return found
 

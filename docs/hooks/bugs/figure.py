@@ -72,16 +72,16 @@ def figures(scene: Scene, right: Any, wrong: Any) -> tuple[str, str]:
         ValueError: Both give the same state.
     """
     found, expected = scene(wrong), scene(right)
-    same = {each for each in found if each in expected}
-    others = {each.name: each for each in found}
-    changed = [each for each in expected if each not in same]
+    same = {strip for strip in found if strip in expected}
+    others = {strip.name: strip for strip in found}
+    changed = [strip for strip in expected if strip not in same]
     if not changed:
         raise ValueError(f"{scene.__name__}: the right and the wrong code do the same")
     caption = " ".join((inspect.getdoc(scene) or "").split())
-    first = [_row(each, is_wrong=each not in same) for each in found]
-    second = [_row(each, others.get(each.name)) for each in changed]
+    first = [_row(strip, is_wrong=strip not in same) for strip in found]
+    second = [_row(strip, others.get(strip.name)) for strip in changed]
     words = "With the right line. Cells with a thick border differ."
-    texts = [text for each in (*found, *expected) for text in each.cells]
+    texts = [text for strip in (*found, *expected) for text in strip.cells]
     width = max(map(len, texts))
     return _figure(first, caption, width), _figure(second, words, width)
 
@@ -94,16 +94,16 @@ def _figure(rows: Sequence[str], caption: str, width: int) -> str:
     )
 
 
-def _row(each: Strip, other: Strip | None = None, is_wrong: bool = False) -> str:
+def _row(strip: Strip, other: Strip | None = None, is_wrong: bool = False) -> str:
     """Return a strip as HTML; cells that differ from those of another one have a thick border."""
-    name = f"{escape(each.name)}{'<i>, with the bug</i>' if is_wrong else ''}"
+    name = f"{escape(strip.name)}{'<i>, with the bug</i>' if is_wrong else ''}"
     cells = []
-    for index, (text, kind) in enumerate(zip(each.cells, each.kinds, strict=True)):
+    for index, (text, kind) in enumerate(zip(strip.cells, strip.kinds, strict=True)):
         classes = [kind] if kind else []
         if other is not None and other.cells[index : index + 1] != (text,):
             classes.append("differs")
         below = (
-            f"<small>{escape(each.captions[index])}</small>" if each.captions else ""
+            f"<small>{escape(strip.captions[index])}</small>" if strip.captions else ""
         )
         attribute = f' class="{" ".join(classes)}"' if classes else ""
         cells.append(f"<li{attribute}>{escape(text)}{below}</li>")
