@@ -11,9 +11,11 @@ import hashlib
 import html
 import json
 import logging
+import os
 import tarfile
 import urllib.request
 from functools import cache
+from http.client import HTTPException
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,17 @@ def runtime() -> dict[str, bytes]:
         try:
             with urllib.request.urlopen(ARCHIVE, timeout=SECONDS) as reply:
                 content = reply.read()
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             logging.getLogger("mkdocs").info(
                 "the site has no Python of its own: %s: %s", ARCHIVE, error
             )
             return {}
         _check(content, ARCHIVE)
         CACHED.parent.mkdir(exist_ok=True)
-        CACHED.write_bytes(content)
+        # a build that is interrupted leaves no part of the archive
+        part = CACHED.with_suffix(f".{os.getpid()}")
+        part.write_bytes(content)
+        part.replace(CACHED)
     content = CACHED.read_bytes()
     _check(content, str(CACHED))
     with tarfile.open(fileobj=BytesIO(content)) as archive:

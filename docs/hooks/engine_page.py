@@ -1,6 +1,7 @@
 """The page of the small engine: its code, what it prints, and its run for the block map."""
 
 import json
+import re
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,11 @@ def engine_code(part: str) -> str:
     )
     if not found[1]:
         raise ValueError(f"small_engine.py has no part {part!r}")
-    owner = {"engine": "class PagedEngine:\n", "model": "class ToyModel(nn.Module):\n"}
-    sizes = ""
-    if part == "model":
-        sizes = "    num_layers, num_heads, num_kv_heads, head_size = 2, 4, 2, 16\n"
-        sizes += '    device = "cpu"\n\n'
+    # the class that the part is in, without its docstring
+    before = text.partition(f"    # begin: {part}\n")[0]
+    owner = re.findall(r"^class .*:$", before, re.M)[-1]
     # it needs the names that the file imports, so it is shown and not run
-    return f"```py\n{owner[part]}{sizes}{found[0].rstrip()}\n```"
+    return f"```py\n{owner}\n{found[0].rstrip()}\n```"
 
 
 def engine_run() -> str:

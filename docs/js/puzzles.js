@@ -88,10 +88,11 @@
     }
     check.disabled = false;
   });
-  choice.addEventListener("change", choose);
+  const show = () => choose().catch((error) => say(String(error)));
+  choice.addEventListener("change", show);
   reset.addEventListener("click", () => {
     localStorage.removeItem(kept(choice.value));
-    choose();
+    show();
   });
   text.addEventListener("input", () => localStorage.setItem(kept(choice.value), text.value));
   text.addEventListener("keydown", (event) => {
@@ -107,5 +108,5 @@
     else if (event.key !== "Tab") delete text.dataset.leaves;
   });
   editor.hidden = false;
-  choose().catch((error) => say(String(error)));
+  show();
 })();

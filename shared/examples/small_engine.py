@@ -117,10 +117,10 @@ class PagedEngine:
 class ToyModel(nn.Module):
     """Two layers of attention over token and position embeddings, with random weights."""
 
+    # begin: model
     num_layers, num_heads, num_kv_heads, head_size = 2, 4, 2, 16
     device = "cpu"
 
-    # begin: model
     def __init__(self, vocabulary: int = 50, max_len: int = 64) -> None:
         super().__init__()
         torch.manual_seed(0)

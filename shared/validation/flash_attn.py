@@ -4,6 +4,18 @@ from typing import Any
 
 from torch import Tensor
 
+from ..contract.argument_types import typed
+from ..contract.attention_options import AttentionOptions
+from ..contract.shapes import (
+    BlockTable,
+    KeyCache,
+    Query,
+    StartLoc,
+    TokenCounts,
+    ValueCache,
+)
+from .attention import check_paged_attention
+
 HINTS = (
     "deterministic",
     "num_splits",
@@ -136,3 +148,34 @@ def check_cache_call(
         raise ValueError("k and v are stored together: one of them is None")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens = None: k and v are stored after those keys")
+
+
+@typed
+def check_call_on_pages(
+    query: Query,
+    key_cache: KeyCache,
+    value_cache: ValueCache,
+    block_table: BlockTable,
+    query_start_loc: StartLoc,
+    seq_lens: TokenCounts,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float | None,
+    options: AttentionOptions,
+) -> None:
+    """Raise what `paged_attention` would raise. On a GPU, contents of tensors are not read."""
+    check_paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        max_query_len,
+        max_seq_len,
+        None,
+        None,
+        options,
+        contents=query.device.type == "cpu",
+        scale=scale,
+    )

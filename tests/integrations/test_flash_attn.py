@@ -14,8 +14,10 @@ from pagetwin.integrations.flash_attn import (
     uninstall,
     write_hub_kernel,
 )
+from pagetwin.integrations.flash_attn.calls import _filled, _rows, _starts
 from pagetwin.integrations.flash_attn.padding import pad_input, unpad_input
 from support.twins import TWINS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, SIZE = 4, 2, 32
@@ -297,6 +299,44 @@ def test_what_is_not_computed_is_one_sentence_and_stores_nothing(functions, name
     assert torch.equal(cache, before)
 
 
+WRONG_READS = {
+    "head size": (numbers(2, 1, HEADS, SIZE + 8), {}),
+    "heads": (numbers(2, 1, HEADS + 1, SIZE), {}),
+    "dtype": (numbers(2, 1, HEADS, SIZE).half(), {}),
+    "gradient": (numbers(2, 1, HEADS, SIZE).requires_grad_(), {}),
+    "slopes": (None, {"alibi_slopes": torch.zeros(HEADS + 1)}),
+    "sinks": (None, {"s_aux": torch.zeros(HEADS + 1)}),
+    "scale": (None, {"softmax_scale": "large"}),
+    "length": (None, {"cache_seqlens": 9}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_READS)
+def test_new_keys_are_not_stored_if_attention_would_raise(functions, name):
+    q, arguments = WRONG_READS[name]
+    q = numbers(2, 1, HEADS, SIZE) if q is None else q
+    cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
+    before = cache.clone()
+    added = numbers(2, 2, 1, KV_HEADS, SIZE, seed=2)
+    given = {"cache_seqlens": 3, "causal": True} | on_device(arguments)
+    with pytest.raises((ValueError, TypeError, IndexError, NotImplementedError)):
+        functions.flash_attn_with_kvcache(q, *cache, *added, **given)
+    assert torch.equal(cache, before)
+
+
+def test_constants_of_a_traced_call_are_not_kept(functions):
+    q = numbers(3, 5, HEADS, SIZE)
+    k, v = numbers(2, 3, 7, KV_HEADS, SIZE, seed=1)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(tensor) for tensor in (q, k, v)]
+        _starts(3, 5, fake[0].device)
+        _rows(3, fake[0].device)
+        _filled(3, 7, fake[0].device)
+    assert functions.flash_attn_func(q, k, v).isfinite().all()
+    with FakeTensorMode():
+        assert isinstance(_starts(3, 5, q.device), FakeTensor)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -395,14 +435,3 @@ def test_a_kernel_of_the_hub_has_the_functions_and_is_written_once(tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded"):
         write_hub_kernel(tmp_path / "other", "a_package_that_is_missing")
     assert not (tmp_path / "other").exists()
-
-
-def test_a_kernel_of_the_hub_is_loaded_by_its_name(tmp_path, monkeypatch):
-    kernels = pytest.importorskip("kernels", reason="kernels is not installed")
-    # a folder of tests has this name too
-    if not hasattr(kernels, "get_kernel"):
-        pytest.skip("kernels is not installed")
-    folder = write_hub_kernel(tmp_path / "kernel", "reference")
-    monkeypatch.setenv("LOCAL_KERNELS", f"pagetwin/flash-attn={folder}")
-    found = kernels.get_kernel("pagetwin/flash-attn", version=1, trust_remote_code=True)
-    assert found.flash_attn_func.__self__.implementation == "reference"

@@ -89,7 +89,7 @@ def _install(
     """Make the modules, and fill in the few functions that the plugin calls."""
     classes: dict[str, type] = {}
     # other modules derive from the classes of this one
-    for name in sorted(facts["modules"], key=lambda base: base != BASES):
+    for name in sorted(facts["modules"], key=lambda module: module != BASES):
         described = facts["modules"][name]
         module = _module(name)
         for member in described["names"]:

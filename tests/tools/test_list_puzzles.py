@@ -104,6 +104,30 @@ def test_what_is_shown_names_the_input_both_answers_and_the_line(forms):
     assert nothing["hint"] == "count"
 
 
+ENDLESS = "def slot_mapping(**_):\n    found = []\n    found.append(found)\n    return found\n"
+ODD = {
+    "exit": ("import sys\ndef slot_mapping(**_): sys.exit(3)", "error"),
+    "exit at once": ("raise SystemExit", "error"),
+    "a long integer": ("def slot_mapping(**_): return [10**400]", "idea"),
+    "no number": ("def slot_mapping(**_): return [None]", "idea"),
+    "a list of itself": (ENDLESS, "shape"),
+    "no function": ("slot_mapping = 3", "error"),
+    "no end": ("def slot_mapping(**_):", "error"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_answer_gets_a_hint_and_ends_no_check(forms, name):
+    text, hint = ODD[name]
+    outcome = list_check.check(forms["slot_mapping"], text)
+    assert (outcome["status"], outcome["hint"]) == (list_check.WRONG, hint), outcome
+    json.dumps(outcome)
+
+
+def test_a_long_integer_is_not_equal_to_a_float():
+    assert not list_check.is_equal(10**400, 1.0)
+
+
 def test_the_check_in_the_browser_needs_only_the_standard_library():
     tree = ast.parse(Path(list_check.__file__).read_text())
     imported = {

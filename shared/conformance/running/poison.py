@@ -276,7 +276,7 @@ class _Call:
         own = max((req for req in range(len(rows)) if starts[req] <= token), default=0)
         where = "a block that no request uses"
         # the token's own request first, because requests may share a block
-        for req in sorted(range(len(rows)), key=lambda offset: offset != own):
+        for req in sorted(range(len(rows)), key=lambda req: req != own):
             if block in rows[req]:
                 entry = len(rows[req]) - 1 - rows[req][::-1].index(block)
                 where = (

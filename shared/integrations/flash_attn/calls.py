@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack as count_modes
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
 from ...validation.flash_attn import (
     check_axes,
     check_cache_call,
+    check_call_on_pages,
     check_lengths,
     check_no_dropout,
     check_others,
@@ -261,6 +263,8 @@ class FlashAttention:
     ) -> Result:
         """Store new keys and values in a cache, if any are given, and return attention over it.
 
+        A call that raises has stored nothing.
+
         Args:
             q: [batch, queries, query_heads, head_size].
             k_cache: [num_blocks, block_size, kv_heads, head_size] with a block table, otherwise
@@ -283,8 +287,10 @@ class FlashAttention:
             [batch, queries, query_heads, value_head_size], or a pair of it and the log-sum-exp.
 
         Raises:
-            NotImplementedError: An argument asks for what no twin computes. Nothing is stored.
-            ValueError: Both tables, or only one of `k` and `v`, are given. Nothing is stored.
+            NotImplementedError: An argument asks for what no twin computes.
+            ValueError: Both tables, or only one of `k` and `v`, are given, or as in
+                `paged_attention`.
+            IndexError, TypeError: As in `paged_attention`.
 
         Source:
             `flash_attn_with_kvcache` of flash-attn 2.8.3; `page_table` and `s_aux` of its third
@@ -307,8 +313,22 @@ class FlashAttention:
         else:
             count = max_seq_len if cache_seqlens is None else cache_seqlens
             seq_lens = _filled(batch, count, q.device)
+        query_starts = _starts(batch, query_len, q.device)
         if k is not None and v is not None:
             new = k.shape[1]
+            # everything that attention rejects is rejected before the cache changes
+            check_call_on_pages(
+                q.flatten(0, 1),
+                k_cache,
+                v_cache,
+                table,
+                query_starts,
+                seq_lens + new,
+                query_len,
+                max_seq_len,
+                softmax_scale,
+                options,
+            )
             slots = self.twin.compute_slot_mapping_device(
                 _starts(batch, new, q.device), seq_lens, table, block_size, batch * new
             )
@@ -323,7 +343,7 @@ class FlashAttention:
                 k_cache,
                 v_cache,
                 table,
-                _starts(batch, query_len, q.device),
+                query_starts,
                 seq_lens,
                 query_len,
                 softmax_scale,
@@ -453,7 +473,9 @@ _kept = lru_cache(maxsize=256)(_make)
 
 
 def _constant(kind: str, batch: int, length: int, device: torch.device) -> Tensor:
-    # what a capture makes is written by each replay, so other calls cannot use it
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    # each replay writes what its capture made, and a traced call makes tensors without elements:
+    # other calls cannot use them
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if is_captured or count_modes():
         return _make(kind, batch, length, device)
     return _kept(kind, batch, length, device)

@@ -15,6 +15,8 @@ Answer = dict[str, Any]
 FILE = "answer.py"
 SOLVED, NOT_STARTED, WRONG = "solved", "not started", "wrong"
 LINE_WIDTH = 68
+MOST_LEVELS = 8
+"""Levels of lists that are shown: a list may contain itself."""
 TOLERANCE = 1e-5
 """Absolute and relative, as for tensors (answers.py)."""
 
@@ -97,7 +99,7 @@ def answer_of(puzzle: dict[str, Any], function: Any, arguments: dict[str, Any]) 
     }
     try:
         found = function(**passed)
-    except Exception as error:
+    except BaseException as error:  # an answer may call sys.exit
         return {"error": type(error).__name__, "raised": error}
     changed = [
         name
@@ -173,6 +175,10 @@ def is_equal(one: Any, other: Any) -> bool:
     if not all(isinstance(value, (int, float)) for value in (one, other)):
         return type(one) is type(other) and bool(one == other)
     if isinstance(other, float):
+        try:
+            one = float(one)
+        except OverflowError:  # an integer of more than 308 digits
+            return False
         if math.isnan(one) or math.isnan(other):
             return math.isnan(one) and math.isnan(other)
         return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
@@ -261,9 +267,11 @@ def _show(name: str, value: Any) -> list[str]:
     ]
 
 
-def _nested(value: Any) -> str:
+def _nested(value: Any, level: int = 0) -> str:
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_nested, value))}]"
+        if level == MOST_LEVELS:
+            return "..."
+        return f"[{', '.join(_nested(part, level + 1) for part in value)}]"
     return _number(value)
 
 
