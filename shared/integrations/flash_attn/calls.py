@@ -316,6 +316,7 @@ class FlashAttention:
         query_starts = _starts(batch, query_len, q.device)
         if k is not None and v is not None:
             new = k.shape[1]
+            held, seq_lens = seq_lens, seq_lens + new
             # everything that attention rejects is rejected before the cache changes
             check_call_on_pages(
                 q.flatten(0, 1),
@@ -323,19 +324,18 @@ class FlashAttention:
                 v_cache,
                 table,
                 query_starts,
-                seq_lens + new,
+                seq_lens,
                 query_len,
                 max_seq_len,
                 softmax_scale,
                 options,
             )
             slots = self.twin.compute_slot_mapping_device(
-                _starts(batch, new, q.device), seq_lens, table, block_size, batch * new
+                _starts(batch, new, q.device), held, table, block_size, batch * new
             )
             self.twin.reshape_and_cache(
                 k.flatten(0, 1), v.flatten(0, 1), k_cache, v_cache, slots
             )
-            seq_lens = seq_lens + new
 
         def attend(lse: Tensor | None) -> Tensor:
             return self._attend_pages(

@@ -186,7 +186,7 @@ def _first_tile(shared, tiles, kv_state, item, visible_end, scale_log2):
     shared.pipe_1.consumer_release(kv_state)
     qk = mask_qk(qk, item.end - 1, visible_end)
     p, alpha, m_i, l_i = online_softmax(
-        qk, m_i, 0, scale_log2, True, True, False, False
+        qk, m_i, 0, scale_log2, True, True, False, False, 2
     )
     p = publish_p(shared, p, alpha)
     acc = _multiply_pv(shared, tiles, p, acc, kv_state)
@@ -220,7 +220,7 @@ def _kv_iteration(
     if MASKED:
         qk = mask_qk(qk, kv_tile, visible_end)
     p, alpha, m_i, l_i = online_softmax(
-        qk, m_i, l_i, scale_log2, False, True, False, False
+        qk, m_i, l_i, scale_log2, False, True, False, False, 2
     )
     p = publish_p(shared, p, alpha)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, acc_layout()))[:, None]

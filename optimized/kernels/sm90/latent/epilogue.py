@@ -23,7 +23,9 @@ def store_no_split(output, segment):
 @gluon.jit
 def store_split(output, batch, segment, item):
     """Store which row tile begins in the segment and ends in a later one, and in which."""
-    end = item.tile_index + item.num_tiles - segment.partition_begin
+    # the item begins with its unit and ends with the segment
+    tile_index = segment.end - item.end
+    end = tile_index + item.num_tiles - segment.partition_begin
     split = output.splits + 4 * segment.index
     gl.store(split, segment.partition_index + (end - 1) // segment.length)
     gl.store(split + 1, item.query_start * batch.num_heads + item.row_tile * BLOCK_M)

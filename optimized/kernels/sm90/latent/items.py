@@ -15,7 +15,6 @@ class LatentItem(NamedTuple):
 
     Args:
         req, row_tile: the unit.
-        tile_index: index of its first KV tile among all tiles, if the item begins with that.
         query_start: index of the request's first query in the batch.
         num_rows: rows of the request (queries times heads), minus those of earlier row tiles.
         context: position of the request's first query.
@@ -26,7 +25,6 @@ class LatentItem(NamedTuple):
 
     req: Any
     row_tile: Any
-    tile_index: Any
     query_start: Any
     num_rows: Any
     context: Any
@@ -49,7 +47,7 @@ def visit_items(batch, segment, visit: gl.constexpr, args, states):
     req, row_tile = segment.req, segment.row_tile
     skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
     while left > 0:
-        item = locate_latent_item(batch, segment, req, row_tile, skipped, left)
+        item = locate_latent_item(batch, req, row_tile, skipped, left)
         if item.end > item.begin:
             states = visit(item, args, states)
             left -= item.end - item.begin
@@ -85,11 +83,10 @@ def _first_request(batch, row_tile):
 
 
 @gluon.jit
-def locate_latent_item(batch, segment, req, row_tile, skipped, left):
+def locate_latent_item(batch, req, row_tile, skipped, left):
     """Return the `LatentItem` of a unit in a segment.
 
     Args:
-        segment: `LatentSegment`.
         req, row_tile: the unit.
         skipped: KV tiles of the unit that are in earlier segments.
         left: KV tiles of this unit and of later ones that are in the segment.
@@ -103,7 +100,6 @@ def locate_latent_item(batch, segment, req, row_tile, skipped, left):
     return LatentItem(
         req,
         row_tile,
-        segment.end - left,
         query_start,
         num_rows,
         seq_len - query_len,
