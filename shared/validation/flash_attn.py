@@ -25,6 +25,7 @@ HINTS = (
     "softmax_lse_dtype",
     "fa_version",
     "max_seqlen_k_new",
+    "cu_seqlens_k_new",
 )
 """Arguments that change how a call is computed and not what it returns."""
 
@@ -36,6 +37,29 @@ def check_axes(count: int, **tensors: Tensor) -> None:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: expected {count} axes"
             )
+
+
+def check_same_sizes(axes: str, **tensors: Tensor) -> None:
+    """Raise if tensors differ in their first axes.
+
+    Args:
+        axes: Names of these axes, separated by spaces.
+        tensors: Named tensors.
+    """
+    count = len(axes.split())
+    sizes = {name: list(tensor.shape[:count]) for name, tensor in tensors.items()}
+    if len(set(map(tuple, sizes.values()))) > 1:
+        given = ", ".join(f"{name} has {size}" for name, size in sizes.items())
+        raise ValueError(f"expected the same numbers ({axes}): {given}")
+
+
+def check_own_rows(batch: int, cache_batch: int) -> None:
+    """Raise if a cache without a table has fewer sequences than a batch."""
+    if cache_batch < batch:
+        raise ValueError(
+            f"k_cache has {cache_batch} sequences for {batch} requests: a block_table or"
+            " cache_batch_idx names the sequence of each"
+        )
 
 
 def check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
@@ -56,7 +80,7 @@ def check_others(function: str, others: dict[str, Any]) -> None:
     given = [
         name
         for name, value in others.items()
-        if name not in HINTS and value is not None and value is not False
+        if name not in HINTS and (isinstance(value, Tensor) or value)
     ]
     if given:
         raise NotImplementedError(f"{function} does not take {', '.join(given)}")
@@ -69,8 +93,11 @@ def read_window(
 
     Raises:
         NotImplementedError: The sides of a window differ, and none is 0.
+        TypeError: `causal` is not a truth value: versions have other orders of arguments.
         ValueError: It is not a pair.
     """
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal = {causal!r:.60}: expected True or False")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"window_size = {window_size!r:.60}: expected a pair")
     left, right = (-1 if side is None else side for side in window_size)
@@ -103,16 +130,41 @@ def check_slopes(slopes: Tensor | None, is_causal: bool) -> None:
 
 
 def check_tables(
-    block_table: Tensor | None, page_table: Tensor | None
+    block_table: Tensor | None,
+    page_table: Tensor | None,
+    cache_batch_idx: Tensor | None = None,
 ) -> Tensor | None:
     """Return the block table, by whichever name it came.
 
     Raises:
-        ValueError: Both names are used.
+        ValueError: Both names are used, or there is a table beside `cache_batch_idx`.
     """
     if block_table is not None and page_table is not None:
         raise ValueError("block_table and page_table are two names of one argument")
-    return page_table if block_table is None else block_table
+    table = page_table if block_table is None else block_table
+    if table is not None and cache_batch_idx is not None:
+        raise ValueError("a block_table and cache_batch_idx both say where keys are")
+    return table
+
+
+def check_query_starts(
+    starts: Tensor | None, longest: int | None, k: Tensor | None
+) -> None:
+    """Raise if packed queries come without their largest number, or with keys to store."""
+    if (starts is None) != (longest is None):
+        raise ValueError("cu_seqlens_q and max_seqlen_q belong together: one is None")
+    if starts is not None and k is not None:
+        raise NotImplementedError(
+            "cu_seqlens_q beside k and v: store the keys before the call"
+        )
+
+
+def check_key_count(count: int, new: int, most: int) -> None:
+    """Raise if a number of keys, with those that are stored, does not fit the cache."""
+    if not 0 <= count <= most - new:
+        raise ValueError(
+            f"cache_seqlens = {count} and {new} new keys: expected 0 to {most} together"
+        )
 
 
 def check_lengths(

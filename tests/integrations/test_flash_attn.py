@@ -284,7 +284,99 @@ REJECTED = {
         {"block_table": TENSOR, "page_table": TENSOR},
         "two names of one argument",
     ),
+    "a table and sequences": (
+        "flash_attn_with_kvcache",
+        {"block_table": TENSOR, "cache_batch_idx": TENSOR},
+        "both say where keys are",
+    ),
+    "other values than keys": (
+        "flash_attn_with_kvcache",
+        {
+            "k": numbers(2, 2, KV_HEADS, SIZE),
+            "v": numbers(2, 3, KV_HEADS, SIZE),
+            "cache_seqlens": 3,
+        },
+        r"k has \[2, 2\], v has \[2, 3\]",
+    ),
+    "keys of other requests": (
+        "flash_attn_with_kvcache",
+        {
+            "k": numbers(3, 1, KV_HEADS, SIZE),
+            "v": numbers(3, 1, KV_HEADS, SIZE),
+            "cache_seqlens": 3,
+        },
+        r"q has \[2\], k has \[3\]",
+    ),
+    "more keys than the cache": (
+        "flash_attn_with_kvcache",
+        {
+            "k": numbers(2, 1, KV_HEADS, SIZE),
+            "v": numbers(2, 1, KV_HEADS, SIZE),
+            "cache_seqlens": 9,
+        },
+        "expected 0 to 9 together",
+    ),
+    "starts alone": (
+        "flash_attn_with_kvcache",
+        {"cu_seqlens_q": TENSOR},
+        "expected 3 axes",
+    ),
+    "an order of the third version": (
+        "flash_attn_func",
+        {"causal": 0.125},
+        "expected True or False",
+    ),
 }
+
+
+def test_requests_keys_and_values_have_to_be_as_many(functions):
+    q, (k, v) = numbers(3, 1, HEADS, SIZE), numbers(2, 2, 9, KV_HEADS, SIZE)
+    with pytest.raises(ValueError, match=r"q has \[3\], k has \[2\]"):
+        functions.flash_attn_func(q, k, v)
+    with pytest.raises(ValueError, match=r"k has \[2, 9\], v has \[1, 18\]"):
+        functions.flash_attn_func(q[:2], k, v.reshape(1, 18, KV_HEADS, SIZE))
+    with pytest.raises(ValueError, match="k_cache has 2 sequences for 3 requests"):
+        functions.flash_attn_with_kvcache(q, k, v)
+
+
+@pytest.mark.parametrize("has_lse", [False, True])
+def test_packed_queries_of_a_cache(functions, has_lse):
+    lens, starts = (1, 3), torch.tensor([0, 1, 4], dtype=torch.int32, device=DEVICE)
+    q = numbers(4, HEADS, SIZE)
+    cache = numbers(2, 4, BLOCK, KV_HEADS, SIZE, seed=1)
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE)
+    keys = torch.tensor([20, 17], dtype=torch.int32, device=DEVICE)
+    given = {"cache_seqlens": keys, "page_table": table, "causal": True}
+    found = functions.flash_attn_with_kvcache(
+        q,
+        *cache,
+        **given,
+        cu_seqlens_q=starts,
+        max_seqlen_q=3,
+        cu_seqlens_k_new=None,
+        return_softmax_lse=has_lse,
+    )
+    out = found[0] if has_lse else found
+    for request, length in enumerate(lens):
+        rows = slice(starts[request], starts[request + 1])
+        alone = functions.flash_attn_with_kvcache(
+            q[rows][None],
+            *cache,
+            cache_seqlens=keys[request : request + 1],
+            page_table=table[request : request + 1],
+            causal=True,
+            return_softmax_lse=True,
+        )
+        assert torch.allclose(out[rows], alone[0][0], atol=1e-6)
+        if has_lse:
+            assert torch.allclose(found[1][:, rows], alone[1][0], atol=1e-5)
+        assert length == len(q[rows])
+    with pytest.raises(ValueError, match="belong together"):
+        functions.flash_attn_with_kvcache(q, *cache, cu_seqlens_q=starts)
+    with pytest.raises(NotImplementedError, match="store the keys before"):
+        functions.flash_attn_with_kvcache(
+            q, *cache, *cache, **given, cu_seqlens_q=starts, max_seqlen_q=3
+        )
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -293,7 +385,9 @@ def test_what_is_not_computed_is_one_sentence_and_stores_nothing(functions, name
     q = numbers(2, 1, HEADS, SIZE)
     cache = numbers(2, 2, 9, KV_HEADS, SIZE, seed=1)
     before = cache.clone()
-    with pytest.raises((NotImplementedError, ValueError), match=words) as raised:
+    with pytest.raises(
+        (NotImplementedError, TypeError, ValueError), match=words
+    ) as raised:
         getattr(functions, function)(q, *cache, **arguments)
     assert "\n" not in str(raised.value)
     assert torch.equal(cache, before)
@@ -387,12 +481,33 @@ def test_a_program_that_imports_flash_attn_finds_the_functions(installed):
 
     assert imported.__version__ == f"{flash_attn.API_VERSION}+pagetwin"
     assert imported.flash_attn_varlen_func == flash_attn_varlen_func
-    assert flash_attn_with_kvcache.__self__.implementation == "reference"
+    assert flash_attn_with_kvcache.__wrapped__.__self__.implementation == "reference"
     assert found is unpad_input
     install("optimized")
     assert sys.modules["flash_attn"].__pagetwin__ == "optimized"
     uninstall()
     assert "flash_attn" not in sys.modules
+
+
+def test_the_third_version_takes_by_position_what_both_order_alike(installed):
+    import flash_attn_interface
+
+    q, (k, v) = numbers(2, 3, HEADS, SIZE), numbers(2, 2, 5, KV_HEADS, SIZE, seed=1)
+    named = {"causal": True, "softmax_scale": 0.5}
+    out = FlashAttention("reference").flash_attn_func(q, k, v, **named)
+    third = flash_attn_interface.flash_attn_func
+    found, lse = third(q, k, v, **named, attention_chunk=0, return_attn_probs=True)
+    assert torch.equal(found, out)
+    assert lse.shape == (2, HEADS, 3)
+    with pytest.raises(TypeError, match="takes 3 arguments by position"):
+        third(q, k, v, 0.5)
+    # packed keys, and twelve arguments in the order of the third version
+    starts = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
+    packed = flash_attn_interface.flash_attn_varlen_func
+    with pytest.raises(TypeError, match="takes 7 arguments by position"):
+        packed(q[0], q[0], q[0], starts, starts, 3, 3, None, None, 0.125)
+    named = inspect.signature(packed).parameters["softmax_scale"]
+    assert named.kind is named.KEYWORD_ONLY
 
 
 def test_the_original_keeps_its_place(monkeypatch, tmp_path):

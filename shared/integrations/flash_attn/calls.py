@@ -20,9 +20,13 @@ from ...validation.flash_attn import (
     check_axes,
     check_cache_call,
     check_call_on_pages,
+    check_key_count,
     check_lengths,
     check_no_dropout,
     check_others,
+    check_own_rows,
+    check_query_starts,
+    check_same_sizes,
     check_slopes,
     check_tables,
     read_window,
@@ -100,6 +104,8 @@ class FlashAttention:
             `flash_attn_func` of flash-attn 2.8.3; `s_aux` of its third version.
         """
         check_axes(4, q=q, k=k, v=v)
+        check_same_sizes("batch", q=q, k=k)
+        check_same_sizes("batch keys", k=k, v=v)
         check_no_dropout(dropout_p, return_attn_probs)
         check_others("flash_attn_func", others)
         options = _options(causal, window_size, softcap, alibi_slopes, s_aux)
@@ -259,6 +265,8 @@ class FlashAttention:
         return_softmax_lse: bool = False,
         s_aux: Tensor | None = None,
         page_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int | None = None,
         **others: Any,
     ) -> Result:
         """Store new keys and values in a cache, if any are given, and return attention over it.
@@ -266,7 +274,8 @@ class FlashAttention:
         A call that raises has stored nothing.
 
         Args:
-            q: [batch, queries, query_heads, head_size].
+            q: [batch, queries, query_heads, head_size], or with `cu_seqlens_q`
+                [tokens, query_heads, head_size].
             k_cache: [num_blocks, block_size, kv_heads, head_size] with a block table, otherwise
                 [cache_batch, max_keys, kv_heads, head_size]. Modified in place.
             v_cache: As `k_cache`, with value_head_size. Modified in place.
@@ -278,6 +287,8 @@ class FlashAttention:
             cache_leftpad: Has to be None.
             block_table, page_table: Optional. [batch, max_blocks] int32. One of the two names.
             num_splits: A hint, which is ignored.
+            cu_seqlens_q, max_seqlen_q: Optional. [batch + 1] int32, the start of each request's
+                queries, and at least the queries of every request. Nothing is stored then.
             softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux, others: As in
                 `flash_attn_func`.
             return_softmax_lse: Whether the log-sum-exp [batch, query_heads, queries] float32 is
@@ -285,41 +296,55 @@ class FlashAttention:
 
         Returns:
             [batch, queries, query_heads, value_head_size], or a pair of it and the log-sum-exp.
+            With `cu_seqlens_q`, of [tokens, ...] and [query_heads, tokens].
 
         Raises:
             NotImplementedError: An argument asks for what no twin computes.
-            ValueError: Both tables, or only one of `k` and `v`, are given, or as in
-                `paged_attention`.
+            ValueError: Both tables, or only one of `k` and `v`, are given, sizes disagree, a number
+                of keys does not fit the cache, or as in `paged_attention`.
             IndexError, TypeError: As in `paged_attention`.
 
         Source:
             `flash_attn_with_kvcache` of flash-attn 2.8.3; `page_table` and `s_aux` of its third
             version.
         """
-        check_axes(4, q=q, k_cache=k_cache, v_cache=v_cache)
+        check_axes(4, k_cache=k_cache, v_cache=v_cache)
+        check_axes(4 if cu_seqlens_q is None else 3, q=q)
         check_others("flash_attn_with_kvcache", others)
         check_cache_call(k, v, rotary_cos, rotary_sin, cache_leftpad, cache_seqlens)
-        table = check_tables(block_table, page_table)
+        check_query_starts(cu_seqlens_q, max_seqlen_q, k)
+        table = check_tables(block_table, page_table, cache_batch_idx)
         options = _options(causal, window_size, softcap, alibi_slopes, s_aux)
-        batch, query_len = q.shape[:2]
+        if cu_seqlens_q is None:
+            batch, query_len = q.shape[:2]
+            query_starts = _starts(batch, query_len, q.device)
+        else:
+            assert max_seqlen_q is not None
+            batch, query_len = len(cu_seqlens_q) - 1, int(max_seqlen_q)
+            query_starts = cu_seqlens_q
         block_size = k_cache.shape[1]
-        if table is None:
+        if table is None and cache_batch_idx is not None:
+            table = cache_batch_idx.to(torch.int32)[:, None]
+        elif table is None:
+            check_own_rows(batch, len(k_cache))
             table = _rows(batch, q.device)
-            if cache_batch_idx is not None:
-                table = cache_batch_idx.to(torch.int32)[:, None]
         max_seq_len = table.shape[1] * block_size
         if isinstance(cache_seqlens, Tensor):
             seq_lens = cache_seqlens
         else:
             count = max_seq_len if cache_seqlens is None else cache_seqlens
+            check_key_count(count, 0 if k is None else k.shape[1], max_seq_len)
             seq_lens = _filled(batch, count, q.device)
-        query_starts = _starts(batch, query_len, q.device)
+        flat = q.flatten(0, 1) if cu_seqlens_q is None else q
         if k is not None and v is not None:
+            check_axes(4, k=k, v=v)
+            check_same_sizes("batch", q=q, k=k)
+            check_same_sizes("batch keys", k=k, v=v)
             new = k.shape[1]
             held, seq_lens = seq_lens, seq_lens + new
             # everything that attention rejects is rejected before the cache changes
             check_call_on_pages(
-                q.flatten(0, 1),
+                flat,
                 k_cache,
                 v_cache,
                 table,
@@ -339,7 +364,7 @@ class FlashAttention:
 
         def attend(lse: Tensor | None) -> Tensor:
             return self._attend_pages(
-                q.flatten(0, 1),
+                flat,
                 k_cache,
                 v_cache,
                 table,
@@ -352,7 +377,11 @@ class FlashAttention:
                 max_seq_len=max_seq_len,
             )
 
-        return _dense(q, attend, return_softmax_lse)
+        if cu_seqlens_q is None:
+            return _dense(q, attend, return_softmax_lse)
+        lse = _lse(q.shape[1], len(q), q.device) if return_softmax_lse else None
+        found = attend(lse)
+        return found if lse is None else (found, lse)
 
     def _attend_pages(
         self,

@@ -1,9 +1,13 @@
 """`import flash_attn` finds pagetwin's functions, where the original is not installed."""
 
+import inspect
 import sys
+from collections.abc import Callable
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from ...validation.integrations import load_named
 from . import padding
@@ -19,6 +23,14 @@ MODULES = (
     "flash_attn_interface",
 )
 """What programs import: the names of the second and of the third version."""
+THIRD = "flash_attn_interface"
+"""The module of the third version, whose functions have another order of arguments."""
+BY_POSITION = {
+    "flash_attn_func": 3,
+    "flash_attn_varlen_func": 7,
+    "flash_attn_with_kvcache": 5,
+}
+"""How many arguments come in the same order in both versions."""
 MARK = "__pagetwin__"
 
 
@@ -46,20 +58,52 @@ def install(implementation: str = "optimized") -> None:
     for name, module in made.items():
         module.__spec__ = ModuleSpec(name, None, is_package=name == "flash_attn")
         setattr(module, MARK, implementation)
-        source = padding if name.endswith("bert_padding") else functions
-        names = (
-            ("index_first_axis", "pad_input", "unpad_input")
-            if source is padding
-            else FUNCTIONS
-        )
-        for function in names:
-            setattr(module, function, getattr(source, function))
+        if name.endswith("bert_padding"):
+            for function in ("index_first_axis", "pad_input", "unpad_input"):
+                setattr(module, function, getattr(padding, function))
+            continue
+        for function in FUNCTIONS:
+            found = getattr(functions, function)
+            setattr(module, function, third_version(found) if name == THIRD else found)
     package = made["flash_attn"]
     package.__path__ = []
     package.__version__ = f"{API_VERSION}+pagetwin"  # type: ignore[attr-defined]
     for name in MODULES[1:3]:
         setattr(package, name.partition(".")[2], made[name])
     sys.modules.update(made)
+
+
+def third_version(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as the third version has it: further arguments by name alone.
+
+    There `return_attn_probs` asks for the log-sum-exp.
+
+    Raises:
+        TypeError: In a call with more arguments by position than both versions order alike.
+    """
+    name = function.__name__
+    count = BY_POSITION[name]
+    signature = inspect.signature(function)
+    parameters = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY)
+        if place >= count and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        else parameter
+        for place, parameter in enumerate(signature.parameters.values())
+    ]
+
+    @wraps(function)
+    def call(*given: Any, **named: Any) -> Any:
+        if len(given) > count:
+            raise TypeError(
+                f"{name} takes {count} arguments by position, because versions of flash-attn have"
+                " different orders after them: give the others by name"
+            )
+        if named.pop("return_attn_probs", False):
+            named["return_softmax_lse"] = True
+        return function(*given, **named)
+
+    call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return call
 
 
 def uninstall() -> None:
