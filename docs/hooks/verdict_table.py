@@ -24,6 +24,7 @@ TITLES = {
     "flash_attention_3_latent": "FlashAttention-3, latent decodes",
     "flash_attention_3_paged": "FlashAttention-3, paged",
     "flash_attention_paged": "FlashAttention-2, paged",
+    "flash_attn_names": "pagetwin by the names of flash-attn",
     "flashinfer_output": "FlashInfer, output alone",
     "flashinfer_paged": "FlashInfer",
     "flashmla_latent": "FlashMLA, latent decodes",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .base.families import flash_attention_like as flash_attention_like
     from .base.families import flashinfer_like as flashinfer_like
     from .base.families import vllm_like as vllm_like
+    from .base.flash_attn_functions import FlashAttnFunctions as FlashAttnFunctions
     from .base.results import Result as Result
     from .base.results import Status as Status
     from .base.support import Support as Support
@@ -37,6 +38,7 @@ _MODULES = {
     "flash_attention_like": "base.families",
     "flashinfer_like": "base.families",
     "vllm_like": "base.families",
+    "FlashAttnFunctions": "base.flash_attn_functions",
     "RankStep": "candidates.rank_function",
     "step_of_ranks": "candidates.rank_function",
     "Report": "reports.report",

@@ -29,6 +29,7 @@ LIBRARIES = {
     "flash_attention_3_latent": "vllm",
     "flash_attention_3_paged": "vllm",
     "flash_attention_paged": "flash-attn",
+    "flash_attn_names": "triton",
     "flashinfer_output": "flashinfer-python",
     "flashinfer_paged": "flashinfer-python",
     "flashmla_latent": "vllm",
