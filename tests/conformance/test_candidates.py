@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.api import check as runner
 from pagetwin.conformance.api.pytest_support import LawToTry
 from pagetwin.conformance.base.results import Result, Status
 from pagetwin.conformance.candidates.candidate import load_candidate
@@ -16,6 +15,7 @@ from pagetwin.conformance.candidates.fatal import (
     message_of,
 )
 from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.running.limits import check_needs_no_gpu
 
 REFERENCE = load_candidate("reference")
 CUDA = torch.device("cuda")
@@ -110,10 +110,10 @@ def test_a_kernel_that_needs_a_gpu_is_not_judged_on_a_cpu() -> None:
         result(Status.BROKEN, message="ValueError: rows"),
         result(Status.HELD, message="cuda"),
     ):
-        runner._check_needs_no_gpu(worker_of(own))
+        check_needs_no_gpu(worker_of(own))
     gpu = result(Status.BROKEN, message="RuntimeError: no NVIDIA driver")
     with pytest.raises(ValueError, match="own needs a GPU"):
-        runner._check_needs_no_gpu(worker_of(gpu))
+        check_needs_no_gpu(worker_of(gpu))
 
 
 def try_as_test(own: Result, reason: str | None = None) -> Result:

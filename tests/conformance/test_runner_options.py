@@ -15,7 +15,7 @@ from pagetwin.conformance.api.check import (
 )
 from pagetwin.conformance.base.results import Result, Status
 from pagetwin.conformance.laws.law import Law
-from pagetwin.conformance.running.limits import TimeLimits
+from pagetwin.conformance.running.limits import SMALLEST_LAW, TimeLimits
 from pagetwin.conformance.running.worker import Job, signatures_on
 from wrong_adapters import LAWS, WRONG
 
@@ -245,7 +245,7 @@ def test_processes_share_a_deadline_and_are_stopped(workers: list[FakeWorker]) -
     starts = [worker.calls.count("start") for worker in workers]
     assert sum(starts) == 1 and all(worker.calls[-1] == "stop" for worker in workers)
     tried = [call for worker in workers for call in worker.calls]
-    assert tried.count(runner.SMALLEST_LAW) >= 1
+    assert tried.count(SMALLEST_LAW) >= 1
     assert {law.name for law in LAWS} <= {*tried}
 
 

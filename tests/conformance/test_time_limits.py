@@ -166,7 +166,7 @@ def test_an_interrupted_check_keeps_the_laws_that_were_judged(
     name = kernels(0)
     write_so_far = ReportFiles.write_so_far
     monkeypatch.setattr(report_files, "SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(runner, "_check_needs_no_gpu", lambda worker: None)
+    monkeypatch.setattr(runner, "check_needs_no_gpu", lambda worker: None)
     monkeypatch.setattr(Worker, "try_law", hold)
     monkeypatch.setattr(ReportFiles, "write_so_far", interrupt)
     words = ["check", name, "--only", "slot", "--json", "r.json", "--device", "cpu"]

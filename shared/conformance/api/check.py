@@ -8,7 +8,6 @@ ending the process at their first call, and none of them was judged, its other l
 not tried. The laws can be distributed over several processes.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 
 from ..base.results import Result, Status
+from ..base.results import with_known as with_known
 from ..candidates.candidate import load_candidate
 from ..candidates.preflight import choose_device as choose_device
 from ..checks.expect import Disagreement
@@ -25,7 +25,7 @@ from ..reports.report import Report
 from ..running.again import try_symptoms_again
 from ..running.gpus import check_workers, gpus_of_workers
 from ..running.law_names import check_known, check_words, has_words
-from ..running.limits import Endings, TimeLimits
+from ..running.limits import Endings, TimeLimits, check_needs_no_gpu
 from ..running.poison import explain_nan, explain_nans
 from ..running.trial import find_law, make_case, make_setting, run_law, try_law
 from ..running.worker import (
@@ -36,11 +36,7 @@ from ..running.worker import (
     signatures_on,
 )
 
-SMALLEST_LAW = "every new token attends to its sequence up to itself"
-SMALLEST_CASE = "BatchPlan((1,), (1,))"
 TryAll = Callable[[list[Law], Job], Iterator[tuple[Law, Result]]]
-NEEDS_GPU = re.compile(r"cuda|gpu|nvidia|cpu tensor|active drivers", re.IGNORECASE)
-"""Words in the errors of kernels that cannot run on a CPU."""
 
 
 def check_implementation(
@@ -186,16 +182,6 @@ def reproduce(
         raise Disagreement(error.what, where, error.found, error.right) from None
 
 
-def with_known(result: Result, reason: str | None) -> Result:
-    """Return a result with its status adjusted for a known failure."""
-    if reason is None or result.status == Status.UNFINISHED:
-        return result
-    holds = result.status in (Status.HELD, Status.OUTSIDE)
-    return replace(
-        result, status=Status.UNEXPECTED if holds else Status.KNOWN, reason=reason
-    )
-
-
 @contextmanager
 def _trying(
     implementation: str,
@@ -243,7 +229,7 @@ def _trying(
         # an import error is raised before any law is tried
         worker.start()
         if device == "cpu":
-            _check_needs_no_gpu(worker)
+            check_needs_no_gpu(worker)
         limits.begin()
         for process in processes:
             process.deadline, process.known = limits.deadline, worker.known
@@ -278,19 +264,6 @@ def _trying(
                 worker.deadline = 0.0
                 worker.stop()
             raise
-
-
-def _check_needs_no_gpu(worker: Worker) -> None:
-    """Raise if attention on one key raises an error that says that a GPU is needed.
-
-    Without this check every law would be reported as broken.
-    """
-    result = worker.try_law(Job(SMALLEST_LAW, case=SMALLEST_CASE), "attention")
-    if not result.ok and NEEDS_GPU.search(result.message):
-        raise ValueError(
-            f"device = 'cpu': {worker.implementation} needs a GPU ({result.message}); expected"
-            " cuda, on a machine with a GPU"
-        )
 
 
 def report_so_far(

@@ -145,6 +145,16 @@ def unfinished(result: Result, during: str = "") -> Result:
     return replace(result, status=Status.UNFINISHED, case=during, reason=reason)
 
 
+def with_known(result: Result, reason: str | None) -> Result:
+    """Return a result with its status adjusted for a known failure."""
+    if reason is None or result.status == Status.UNFINISHED:
+        return result
+    holds = result.status in (Status.HELD, Status.OUTSIDE)
+    return replace(
+        result, status=Status.UNEXPECTED if holds else Status.KNOWN, reason=reason
+    )
+
+
 AGAIN = "again"
 """Name in `Result.details` of what happened when an input was tried again."""
 

@@ -26,12 +26,15 @@ SECONDS = 120.0
 """Time limit of an import."""
 
 
-def check_can_run(implementation: str, device: str | None) -> None:
-    """Raise if an implementation cannot be imported or cannot run on a device.
+def check_can_run(implementation: str, device: str | None) -> str:
+    """Return the device on which an implementation runs; raise if it cannot be imported or run.
 
     Args:
         implementation: As in `check_implementation`.
         device: Optional. The device of the tensors. If None, any device will do.
+
+    Returns:
+        The given device, or the one that `choose_device` chooses.
 
     Raises:
         FileNotFoundError, ImportError: The implementation does not exist, or its import raises or
@@ -64,10 +67,10 @@ def check_can_run(implementation: str, device: str | None) -> None:
         with os.fdopen(ours) as pipe:
             said = pipe.read()
         if said:
-            kind, sentence = json.loads(said)
+            kind, sentence = json.loads(said)  # without a kind, the device
             if kind:
                 raise (ValueError if kind == "ValueError" else ImportError)(sentence)
-            return
+            return str(sentence)
         output.seek(0)
         last = [line for line in output.read().splitlines() if line.strip()][-1:]
     ended = f"the process ended with code {process.returncode}"
@@ -84,11 +87,12 @@ def main(pipe: int) -> None:
     implementation, device = json.loads(sys.stdin.read())
     with os.fdopen(pipe, "w") as lines:
         try:
-            _load(implementation, choose_device(device))
+            chosen = choose_device(device)
+            _load(implementation, chosen)
         except Exception as error:
             json.dump([type(error).__name__, str(error)], lines)
         else:
-            json.dump(["", ""], lines)
+            json.dump(["", chosen], lines)
     os._exit(0)
 
 

@@ -1,6 +1,7 @@
 """A report in a terminal: a table of the laws, the symptoms, and what was noticed besides."""
 
 from collections import Counter
+from io import StringIO
 
 from rich.console import Console
 from rich.table import Table
@@ -94,6 +95,15 @@ def print_notes(report: Report, console: Console) -> None:
 def _has_begun(result: Result) -> bool:
     """Return whether a law was tried, or is known without a case."""
     return str(result.status) != "not finished" or bool(result.cases or result.case)
+
+
+def symptom_text(report: Report) -> str:
+    """Return what is printed about the failure of a report with one result."""
+    console = Console(file=StringIO(), soft_wrap=True, color_system=None)
+    (symptom,) = report.symptoms()
+    print_symptom(report, symptom, console)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text.strip()
 
 
 def print_symptom(report: Report, symptom: Symptom, console: Console) -> None:

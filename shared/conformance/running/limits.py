@@ -1,4 +1,4 @@
-"""Limits of a check: the time of laws and cases, and laws that are not tried.
+"""Limits of a check: the time of laws and cases, laws that are not tried, and a missing GPU.
 
 An implementation that ends every process would otherwise start a process per law. That takes
 minutes, and shows nothing new. One whose first case takes longer than a law may would take the time
@@ -6,13 +6,18 @@ limit per law.
 """
 
 import math
+import re
 import time
 from collections import Counter
+from typing import Protocol
 
 from ..base.results import Result, Status
-from ..laws.law import Law
-from .worker import FATAL
+from .worker import FATAL, Job, Worker
 
+SMALLEST_LAW = "every new token attends to its sequence up to itself"
+SMALLEST_CASE = "BatchPlan((1,), (1,))"
+NEEDS_GPU = re.compile(r"cuda|gpu|nvidia|cpu tensor|active drivers", re.IGNORECASE)
+"""Words in the errors of kernels that cannot run on a CPU."""
 SECONDS_AFTER = 30.0
 """Time for the search for causes of NaN after laws whose time is over."""
 
@@ -59,6 +64,22 @@ ENDINGS = 3
 tried."""
 
 
+class NeedyLaw(Protocol):
+    """What is known of a law before it is tried."""
+
+    @property
+    def name(self) -> str:
+        """Its sentence."""
+
+    @property
+    def area(self) -> str:
+        """Its subject."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Operations that it needs."""
+
+
 class Endings:
     """Laws that ended a process at their first call, by the operations that they need."""
 
@@ -67,7 +88,7 @@ class Endings:
         self._unfinished: Counter[frozenset[str]] = Counter()
         self._judged: set[frozenset[str]] = set()
 
-    def note(self, law: Law, result: Result, failed_at_once: bool) -> None:
+    def note(self, law: NeedyLaw, result: Result, failed_at_once: bool) -> None:
         """Note how a law ended.
 
         Args:
@@ -84,7 +105,7 @@ class Endings:
         elif failed_at_once:
             self._fatal[key] += 1
 
-    def untried(self, law: Law) -> Result | None:
+    def untried(self, law: NeedyLaw) -> Result | None:
         """Return the result of a law that is not tried, or None if it is to be tried."""
         for counts, status, words in (
             (self._fatal, Status.NOT_TRIED, "ended the process at their first call"),
@@ -99,3 +120,16 @@ class Endings:
                 reason = f"{ENDINGS} laws of {', '.join(sorted(key))} {words}"
                 return Result(law.name, law.area, status, reason=reason)
         return None
+
+
+def check_needs_no_gpu(worker: Worker) -> None:
+    """Raise if attention on one key raises an error that says that a GPU is needed.
+
+    Without this check every law would be reported as broken.
+    """
+    result = worker.try_law(Job(SMALLEST_LAW, case=SMALLEST_CASE), "attention")
+    if not result.ok and NEEDS_GPU.search(result.message):
+        raise ValueError(
+            f"device = 'cpu': {worker.implementation} needs a GPU ({result.message}); expected"
+            " cuda, on a machine with a GPU"
+        )

@@ -142,6 +142,8 @@ class Worker:
         """What SUPPORT promises to reject. Known once the process has been started."""
         self.known: dict[str, Result] = {}
         """Results of laws that need no case, by law. Known once the process has been started."""
+        self.needs: dict[str, list[str]] = {}
+        """The operations that each law needs. Known once the process has been started."""
 
     def start(self) -> None:
         """Start the process, which imports the implementation.
@@ -189,7 +191,7 @@ class Worker:
             self.stop()
             errors = {kind.__name__: kind for kind in (ModuleNotFoundError, ValueError)}
             raise errors.get(found["kind"], ImportError)(found["error"])
-        self.promises = found["promises"]
+        self.promises, self.needs = found["promises"], found["needs"]
         self.known = {
             result["law"]: Result(**result | {"status": Status(result["status"])})
             for result in found["known"]

@@ -63,6 +63,7 @@ def main(pipe: int) -> None:
         known = (result_without_cases(law, setting.candidate) for law in ALL_LAWS)
         say(
             promises=list(candidate.support.rejects or ()),
+            needs={law.name: law.needs for law in ALL_LAWS},
             known=[
                 asdict(result) | {"status": result.status.value}
                 for result in known
