@@ -6,11 +6,17 @@ slow and exact, if TRITON_INTERPRET=1 is set before triton is imported.
 """
 
 import importlib.util
+import warnings
 
+from ..contract.tested_versions import why_too_old, why_untested
 from ..engine.triton_versions import why_no_triton
 
 if importlib.util.find_spec("triton") is None:
     raise ImportError(why_no_triton())
+if too_old := why_too_old():
+    raise ImportError(too_old)
+if untested := why_untested():
+    warnings.warn(untested, stacklevel=2)
 
 from ..contract.attention_options import AttentionOptions
 from ..contract.block_classes import OutOfBlocks

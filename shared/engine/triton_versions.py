@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy
 
-TRITON_RANGE = "3.6 to 3.9"
+from ..contract.tested_versions import TRITON_RANGE as TRITON_RANGE
+from ..contract.tested_versions import release as release
+
 MACHINES = ("x86_64", "aarch64")
 """Machines for which the index has triton's wheels, on Linux."""
 
@@ -28,12 +30,6 @@ def why_no_triton() -> str:
         f"pagetwin.optimized needs triton {TRITON_RANGE}, which has wheels for Linux on"
         f" {' and '.join(MACHINES)} only (here: {system} on {machine}); {reference}"
     )
-
-
-def release(version: str) -> tuple[int, int]:
-    """Return major and minor number of a version such as "2.4.0rc1"."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def repair_loaded_interpreter() -> None:

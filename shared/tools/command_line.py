@@ -84,10 +84,10 @@ def sentence_of(error: Exception) -> str:
     return f"not enough memory: {words}" if isinstance(error, MemoryError) else words
 
 
-def print_error(sentence: str) -> None:
-    """Print a sentence on the error output."""
+def print_error(sentence: str, colour: str = "red") -> None:
+    """Print a sentence on the error output. Yellow is for a warning."""
     console = Console(stderr=True, soft_wrap=True)
-    console.print(f"[red]{escape(sentence)}[/]", highlight=False)
+    console.print(f"[{colour}]{escape(sentence)}[/]", highlight=False)
 
 
 def progress_bar(unit: str, stays: bool = False) -> "Progress":

@@ -8,6 +8,7 @@ from rich.console import Console
 from ..conformance.reports.terminal import print_first_laws, print_report
 from ..conformance.running.law_names import check_known, check_words
 from ..contract.extras import require
+from ..contract.tested_versions import why_untested
 from .arguments import (
     MINUTES,
     SECONDS,
@@ -22,6 +23,7 @@ from .command_line import (
     DISAGREE,
     UNFINISHED,
     choose_interpreter,
+    print_error,
     progress_bar,
     sentences_for_errors,
 )
@@ -199,6 +201,8 @@ def check_module(module: str, device: str | None) -> None:
     """Raise if the implementation cannot run, before torch or a law is imported here."""
     from ..conformance.candidates.preflight import check_can_run
 
+    if sentence := why_untested():
+        print_error(sentence, "yellow")
     check_can_run(module, device)
 
 

@@ -1,8 +1,11 @@
 """Versions of torch, triton, numpy and xFormers: declared, repaired, rejected and tested."""
 
 import json
+import os
 import platform
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +17,14 @@ import triton
 import triton.language as tl
 import version_matrix
 from pagetwin.conformance.candidates.candidate import load_candidate
+from pagetwin.contract import tested_versions
 from pagetwin.engine import triton_versions
 from pagetwin.engine.triton_versions import repair_interpreter, why_no_triton
 from pagetwin.optimized.backends.xformers_split_k import FITS
 from pagetwin.optimized.runtime.launcher import Launcher, check_launch
+from pagetwin.tools import conformance_commands
+from pagetwin.tools.cli import app
+from typer.testing import CliRunner
 from version_matrix import CORNERS, NotInstalled
 
 if sys.version_info >= (3, 11):
@@ -45,11 +52,17 @@ def project() -> dict[str, Any]:
 def test_sentences_and_declarations_name_the_same_versions(
     project: dict[str, Any],
 ) -> None:
-    (declared,) = [
-        dependency for dependency in project["dependencies"] if "triton" in dependency
-    ]
-    assert declared.startswith("triton>=3.6,<3.10;")
-    assert triton_versions.TRITON_RANGE == "3.6 to 3.9"
+    (declared,) = project["optional-dependencies"]["triton"]
+    assert declared.startswith("triton>=3.6;")
+    pairs = tested_versions.TRITON_OF_TORCH
+    torches, tritons = (
+        [f"{major}.{minor}" for major, minor in sorted(found)]
+        for found in (pairs, pairs.values())
+    )
+    assert f"{torches[0]} to {torches[-1]}" == tested_versions.TORCH_RANGE
+    assert f"{tritons[0]} to {tritons[-1]}" == tested_versions.TRITON_RANGE
+    corners = {(corner.torch, corner.triton) for corner in CORNERS}
+    assert {("2.10.*", "3.6.*"), ("2.15.*", "3.9.*")} <= corners
     for machine in triton_versions.MACHINES:
         assert f"platform_machine == '{machine}'" in declared
     extra = project["optional-dependencies"]["xformers"]
@@ -61,16 +74,134 @@ def test_sentences_and_declarations_name_the_same_versions(
     assert "xformers 0.0.35 with torch 2.10 to 2.14 and triton 3.6 to 3.8" in FITS
 
 
-def test_no_required_dependency_is_pinned_exactly(project: dict[str, Any]) -> None:
-    """The exact pin of xFormers, and torch < 2.14, kept pagetwin out of vLLM's environment."""
-    assert [
-        dependency
-        for dependency in project["dependencies"]
-        if "==" in dependency.split(";")[0]
-    ] == []
-    assert not any(
-        dependency.startswith("xformers") for dependency in project["dependencies"]
+def wheel(folder: Path, name: str, version: str, *lines: str) -> Path:
+    """Write a wheel that has nothing but its metadata, and return its path."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    inner = f"{name}-{version}.dist-info"
+    metadata = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *lines]
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{inner}/METADATA", "\n".join(metadata) + "\n")
+        file.writestr(f"{inner}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        file.writestr(f"{inner}/RECORD", "")
+    return path
+
+
+def required(project: dict[str, Any]) -> list[str]:
+    """Return the metadata of the dependencies that the project declares."""
+    lines = [f"Requires-Dist: {line}" for line in project["dependencies"]]
+    for extra, declared in project["optional-dependencies"].items():
+        lines.append(f"Provides-Extra: {extra}")
+        for line in declared:
+            name, _, marker = line.partition(";")
+            condition = f"({marker.strip()}) and " if marker else ""
+            lines.append(f'Requires-Dist: {name}; {condition}extra == "{extra}"')
+    return lines
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("torch", "triton"), [("2.9.1", "3.5.1"), ("2.16.0", "3.10.0")]
+)
+def test_an_installed_torch_stays(
+    project: dict[str, Any], tmp_path: Path, torch: str, triton: str
+) -> None:
+    """Bounds of torch and triton replaced the torch of those who installed the suite.
+
+    pip resolves without an index: it finds other versions in a folder, and must not take them.
+    """
+    pytest.importorskip("pip")
+    own = wheel(tmp_path, "pagetwin", "0.1.0", *required(project))
+    for version, its_triton in (
+        ("2.9.1", "3.5.1"),
+        ("2.13.0", "3.7.1"),
+        ("2.16.0", "3.10.0"),
+    ):
+        wheel(tmp_path, "torch", version, f"Requires-Dist: triton=={its_triton}")
+        wheel(tmp_path, "triton", its_triton)
+    site = tmp_path / "site"
+    for name, version in (("torch", torch), ("triton", triton)):
+        with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl") as file:
+            file.extractall(site)
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "--isolated", "install", "--dry-run", "--no-index"),
+            *("--find-links", tmp_path, "--report", report, f"{own}[pytest]"),
+        ],
+        env=os.environ | {"PYTHONPATH": str(site), "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    moved = {
+        found["metadata"]["name"] for found in json.loads(report.read_text())["install"]
+    }
+    assert not moved & {"torch", "triton"}, moved
+
+
+def install_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    monkeypatch.setattr(
+        tested_versions, "installed", lambda name: versions.get(name, "")
     )
+    is_cuda = "+cpu" not in versions.get("torch", "")
+    needs = (
+        ["numpy", "triton==3.7.1; platform_system == 'Linux'"] if is_cuda else ["numpy"]
+    )
+    monkeypatch.setattr(tested_versions, "requires", lambda name: needs)
+
+
+@pytest.mark.parametrize(
+    ("torch", "triton", "sentence"),
+    [
+        ("2.13.0", "3.7.1", ""),
+        ("2.13.0+cpu", "3.9.0", ""),
+        ("2.13.0+cpu", "", ""),
+        ("", "3.9.0", ""),
+        (
+            "2.9.1",
+            "3.5.1",
+            "torch 2.9.1 is installed, and pagetwin was tested with torch 2.10",
+        ),
+        (
+            "2.16.0.dev3",
+            "3.10",
+            "torch 2.16.0.dev3 is installed, and pagetwin was tested",
+        ),
+        ("2.15.0+cpu", "3.10.0", "triton 3.10.0 is installed, and pagetwin was tested"),
+        (
+            "2.13.0",
+            "3.9.0",
+            "torch 2.13.0 was built with triton 3.7, and triton 3.9.0 is",
+        ),
+    ],
+)
+def test_versions_that_were_not_tested_are_one_sentence(
+    torch: str, triton: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_versions(monkeypatch, torch=torch, triton=triton)
+    found = tested_versions.why_untested()
+    assert found.startswith(sentence) and bool(found) == bool(sentence)
+
+
+def test_the_command_warns_of_versions_that_were_not_tested_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conformance_commands, "why_untested", lambda: "torch 2.16 is")
+    found = CliRunner().invoke(app, ["check", "no_such_module"])
+    assert found.exit_code == 2
+    assert found.stderr.splitlines()[0] == "torch 2.16 is"
+    assert "module no_such_module does not exist" in found.stderr
+
+
+def test_a_triton_without_what_the_kernels_use_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install_versions(monkeypatch, triton="3.5.1")
+    assert "triton 3.5.1 is installed" in tested_versions.why_too_old()
+    for right in ("", "3.6.0", "3.10.0"):
+        install_versions(monkeypatch, triton=right)
+        assert tested_versions.why_too_old() == ""
 
 
 @pytest.mark.parametrize(

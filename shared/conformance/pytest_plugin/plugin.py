@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ...contract.extras import require
+from ...contract.tested_versions import why_untested
 from ..base.results import Result, Status
 from ..candidates.preflight import check_can_run
 from ..reports.report import heading_of
@@ -76,6 +77,12 @@ class LawPlugin:
         """The results by adapter and law."""
         self.quarantined: defaultdict[str, dict[str, str]] = defaultdict(dict)
         """The reasons of laws that did not run, by adapter and law."""
+
+    def pytest_report_header(self) -> list[str]:
+        """Name the adapters, and versions that were not tested."""
+        names = ", ".join(f"{own.name} on {own.device}" for own in self.adapters)
+        sentence = why_untested()
+        return [f"pagetwin: {names}", *([f"pagetwin: {sentence}"] if sentence else [])]
 
     # ---- processes
 
