@@ -24,8 +24,17 @@ from pagetwin.conformance.api.check import (
 from pagetwin.conformance.api.pytest_support import LawToTry
 from pagetwin.conformance.base.results import Result
 from pagetwin.conformance.candidates.setting import Setting
+from pagetwin.conformance.cases.rank_signatures import (
+    draw_rank_batch,
+    draw_rank_signature,
+)
+from pagetwin.conformance.cases.ranks import RING, STEP
+from pagetwin.conformance.cases.signatures import SMALL
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
+from pagetwin.conformance.laws.batch_invariance import DecodesAround
 from pagetwin.conformance.laws.law import Law
+from pagetwin.conformance.laws.parallel_step import Dealt
+from pagetwin.conformance.laws.prefill_parallel import Prompts
 from pagetwin.conformance.laws.scheduler import DIRECTED_TRAFFIC
 from pagetwin.conformance.running.trial import find_law, try_case
 from pagetwin.conformance.running.worker import Job, Worker
@@ -39,8 +48,30 @@ SMALL_CASES: dict[str, Any] = {
     "an invalid call between two calls changes nothing in the scheduler": (
         DIRECTED_TRAFFIC[0],
     ),
-}
-"""Cases of `make test` in place of the first that is drawn, which takes ten seconds."""
+    "a late rank of a ring changes no bit": Prompts(
+        (5,), 2, "sinks", (1,), operation=RING
+    ),
+    "fixed splits give the same bits on any number of ranks": Dealt(
+        (1,), (20,), 1, 1, "sinks", (4,), group=8, seed=3
+    ),
+    "a ring prefill is right for every batch of a signature": draw_rank_batch(
+        draw_rank_signature(2, SMALL, RING), 1
+    ),
+    "a parallel step is right for every batch of a signature": draw_rank_batch(
+        draw_rank_signature(7, SMALL, STEP), 1
+    ),
+    "a prompt is bitwise equal however it is chunked if that is claimed": (
+        PLAIN | WHOLE, 0
+    ),
+    "a long row is bitwise equal in any large batch if that is claimed": DecodesAround(
+        3, 130, (64, 1), (16,), 16, "interleaved", seed=0
+    ),
+    "latent attention changes nothing that it reads": (
+        "latent_decode_attention", "slots first"
+    ),
+    "there may be more than 255 requests": (1, 1),
+}  # fmt: skip
+"""Cases of `make test` in place of the first one, which takes up to ten seconds."""
 LAW_NAMES = [law.name for law in ALL_LAWS]
 LISTED = 4 if not torch.cuda.is_available() else None
 """Listed cases of a law that the interpreter runs; `make mutants` and a GPU run all of them."""
