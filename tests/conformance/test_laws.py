@@ -60,9 +60,6 @@ SMALL_CASES: dict[str, Any] = {
     "a parallel step is right for every batch of a signature": draw_rank_batch(
         draw_rank_signature(7, SMALL, STEP), 1
     ),
-    "a prompt is bitwise equal however it is chunked if that is claimed": (
-        PLAIN | WHOLE, 0
-    ),
     "a long row is bitwise equal in any large batch if that is claimed": DecodesAround(
         3, 130, (64, 1), (16,), 16, "interleaved", seed=0
     ),

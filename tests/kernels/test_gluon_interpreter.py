@@ -142,6 +142,7 @@ def line_of(path: Path, text: str) -> int:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("file", FILES)
 def test_a_right_kernel_has_no_fault_in_any_order(file: str) -> None:
     result = interpret(KERNELS / f"{file}.py", "--seeds", 12)

@@ -55,7 +55,7 @@ def stored(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.pt"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_clean_engine_with_preemptions_and_prefix_hits_raises_nothing(

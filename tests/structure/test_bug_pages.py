@@ -94,6 +94,7 @@ def test_a_page_is_in_the_navigation_under_its_kind(bug: ShownBug) -> None:
     assert f"bugs/{bug.slug}.md\n" in re.split(r"^(?! {6})", section, flags=re.M)[0]
 
 
+@pytest.mark.sample(8)
 @each_bug
 def test_the_wrong_code_fails_its_law_as_shown_and_the_right_code_passes(
     bug: ShownBug,
@@ -105,6 +106,7 @@ def test_the_wrong_code_fails_its_law_as_shown_and_the_right_code_passes(
     assert try_right(bug, recorded["case"]).status == Status.HELD
 
 
+@pytest.mark.sample(8)
 @each_bug
 def test_the_figure_of_a_page_shows_what_differs(bug: ShownBug) -> None:
     first, second = page.figures_of(bug.slug)
@@ -113,6 +115,7 @@ def test_the_figure_of_a_page_shows_what_differs(bug: ShownBug) -> None:
     assert page.scene_of(bug).__doc__
 
 
+@pytest.mark.sample(8)
 @each_bug
 def test_a_page_shows_the_wrong_lines_next_to_the_right_ones(bug: ShownBug) -> None:
     wrong, right = page.code_of(bug.mutant)

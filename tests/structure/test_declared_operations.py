@@ -108,7 +108,7 @@ def cases_of(law: Law) -> Iterator[Any]:
             yield empty
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("law", ALL_LAWS, ids=lambda law: law.name)
 def test_a_law_calls_only_the_operations_that_it_needs(law: Law) -> None:
     """A law that needs no operation is about any: it gets each operation alone."""
@@ -129,6 +129,7 @@ def two_operations(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.extended
 def test_an_operation_that_is_not_declared_is_never_called(two_operations: str) -> None:
     report = check_implementation(
         two_operations, only="attention", examples=3, isolated=False

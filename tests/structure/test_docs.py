@@ -79,6 +79,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
     return parse
 
 
+@pytest.mark.extended
 def test_every_docstring_is_parsed_without_a_warning(
     warnings_of: Callable[[str], list[str]],
 ) -> None:
@@ -190,6 +191,7 @@ def test_code_on_a_page_has_no_words_for_a_formatter(page: Path) -> None:
     assert not any("# fmt:" in code for code in python_blocks(page))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_code_in_the_documentation_runs(page: Path) -> None:
     names: dict[str, Any] = {}

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.source_tree import ROOT
+from support.source_tree import ROOT, modules, tree_of
 
 pytestmark = pytest.mark.quick
 
-OPTIMIZED = ROOT / "optimized"
 OF_KERNELS = ("jit", "constexpr_function", "aggregate")
 """Decorators of functions and classes of which kernels are made."""
 
@@ -44,12 +43,11 @@ def host_calls(node: ast.AST) -> Iterator[ast.Call]:
         yield from host_calls(child)
 
 
-def wrong_calls(path: Path, names: set[str]) -> list[str]:
+def wrong_calls(path: Path, tree: ast.Module, names: set[str]) -> list[str]:
     """Return the calls of named functions by the host, with their lines."""
-    calls = host_calls(ast.parse(path.read_text(encoding="utf-8")))
     return [
         f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
-        for call in calls
+        for call in host_calls(tree)
         if isinstance(call.func, ast.Name) and call.func.id in names
     ]
 
@@ -59,8 +57,9 @@ def test_the_host_calls_no_function_that_triton_evaluates() -> None:
     does not divide 64 raised an AttributeError.
     """
     trees = {
-        path: ast.parse(path.read_text(encoding="utf-8"))
-        for path in sorted(OPTIMIZED.rglob("*.py"))
+        path: tree_of(module)
+        for module, path in modules().items()
+        if module.startswith("optimized")
     }
     defined = {path: constexpr_functions(tree) for path, tree in trees.items()}
     found = []
@@ -73,5 +72,5 @@ def test_the_host_calls_no_function_that_triton_evaluates() -> None:
             source = folder.joinpath(*(node.module or "").split(".")).with_suffix(".py")
             given = {name.name: name.asname or name.name for name in node.names}
             names |= {given[one] for one in defined.get(source, set()) & set(given)}
-        found += wrong_calls(path, names)
+        found += wrong_calls(path, tree, names)
     assert sum(map(len, defined.values())) > 20 and found == []

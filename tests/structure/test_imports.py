@@ -175,6 +175,7 @@ def test_the_forms_of_v0_are_in_their_folders_alone() -> None:
     assert named == set(NAME_V0)
 
 
+@pytest.mark.extended
 def test_a_decode_goes_from_floor_to_floor_to_its_launch() -> None:
     """67 functions were entered once, and calls turned back 46 times."""
     (walked,) = json_lines(ROOT / "tests/structure/walked_call.py")

@@ -47,20 +47,20 @@ def test_another_attribute_is_an_attribute_error() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("twin", ["reference", "optimized"])
+@pytest.mark.parametrize("part", ["reference", "optimized"])
 def test_a_checkout_in_the_current_folder_is_not_mixed_with_the_installed_package(
-    tmp_path: Path, twin: str
+    tmp_path: Path, part: str
 ) -> None:
     """`import pagetwin.reference` took the checkout's files, and the rest from the installation."""
     (tmp_path / "pagetwin").symlink_to(ROOT)
-    found = run(f"import pagetwin.{twin}", tmp_path)
+    found = run(f"import pagetwin.{part}", tmp_path)
     assert found.startswith("ImportError: pagetwin was found as a folder in "), found
     assert found.endswith("Start Python in another folder, or move the script")
     # an installed wheel is found first, as this folder of links is
-    code = f"import pagetwin.{twin} as twin; print(twin.__file__)"
+    code = f"import pagetwin.{part} as part; print(part.__file__)"
     links = ROOT / ".typing"
     found = run(code, tmp_path, PYTHONPATH=str(links))
-    assert found == str(links / "pagetwin" / twin / "__init__.py")
+    assert found == str(links / "pagetwin" / part / "__init__.py")
 
 
 def test_the_former_name_of_shared_bodies_leads_to_the_reference() -> None:

@@ -51,6 +51,8 @@ def matches(text: str) -> Iterator[tuple[int, str, str]]:
     for number, line in enumerate(text.splitlines(), 1):
         # names of functions are sentences too
         words = line.replace("_", " ")
+        if not ANY_WORDS.search(words):
+            continue
         for pattern, instead in WORDS.items():
             for found in re.finditer(pattern, words, re.I):
                 yield number, found.group(), instead

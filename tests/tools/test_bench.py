@@ -166,6 +166,7 @@ def test_a_record_says_with_what_it_was_made(smoke: Any) -> None:
     } <= set(record["workloads"][0]["results"]["ours"])
 
 
+@pytest.mark.extended
 def test_a_plot_is_drawn_for_light_and_for_dark_pages(smoke: Any) -> None:
     light, dark = (
         (smoke.folder / f"bench{name}.svg").read_text() for name in ("", "-dark")

@@ -3,6 +3,7 @@
 import ast
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from pagetwin.tools.puzzles.check import load
 from pagetwin.tools.puzzles.list_form import (
     TERMINAL_ONLY,
     list_form,
-    list_forms,
     on_lists,
 )
 from pagetwin.tools.puzzles.tasks import PUZZLES
@@ -36,31 +36,28 @@ def slot_mapping(block_table, context_len, seq_len, start_idx, block_size):
 """
 
 
-@pytest.fixture(scope="module")
-def forms():
-    """Return the list form of each puzzle, as a browser reads it."""
-    return {
-        form["name"]: form for form in json.loads(json.dumps(list_forms()))["puzzles"]
-    }
+@cache
+def form_of(name):
+    """Return the list form of a puzzle, as a browser reads it."""
+    return json.loads(json.dumps(list_form(WITH_LISTS[name])))
 
 
-def outcome_of(forms, name, text, tmp_path):
+def outcome_of(name, text, tmp_path):
     """Return the outcome of an answer on tensors, called with lists."""
     file = tmp_path / f"{name}.py"
     file.write_text(text)
     puzzle = WITH_LISTS[name]
     function = on_lists(puzzle, getattr(load(file), name))
-    return list_check.check_function(forms[name], function, text)
+    return list_check.check_function(form_of(name), function, text)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WITH_LISTS)
-def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(
-    forms, name, tmp_path
-):
+def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(name, tmp_path):
     text = solution_of(name)
-    assert outcome_of(forms, name, text, tmp_path) == {"status": list_check.SOLVED}
-    template = forms[name]["template"]
-    assert list_check.check(forms[name], template)["status"] == list_check.NOT_STARTED
+    assert outcome_of(name, text, tmp_path) == {"status": list_check.SOLVED}
+    template = form_of(name)["template"]
+    assert list_check.check(form_of(name), template)["status"] == list_check.NOT_STARTED
     assert "orch" not in template and "ensor(" not in template
 
 
@@ -73,34 +70,34 @@ def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(
         if mistake[0] in WITH_LISTS and mistake[1] not in OF_TENSORS
     ],
 )
-def test_a_mistake_gets_the_hint_of_the_terminal(forms, name, hint, texts, tmp_path):
-    outcome = outcome_of(forms, name, mistaken(name, texts), tmp_path)
+def test_a_mistake_gets_the_hint_of_the_terminal(name, hint, texts, tmp_path):
+    outcome = outcome_of(name, mistaken(name, texts), tmp_path)
     assert (outcome["status"], outcome["hint"]) == (list_check.WRONG, hint), outcome
 
 
-def parts_of(forms, old, new):
+def parts_of(old, new):
     """Return what is shown for a changed answer to the first puzzle."""
     assert old in ANSWER
-    data = json.dumps(forms["slot_mapping"])
+    data = json.dumps(form_of("slot_mapping"))
     return json.loads(list_check.check_text(data, ANSWER.replace(old, new)))
 
 
-def test_what_is_shown_names_the_input_both_answers_and_the_line(forms):
-    assert parts_of(forms, "-1", "-1") == {"status": "solved"}
-    wrong = dict(parts_of(forms, "p % block_size", "0")["parts"])
+def test_what_is_shown_names_the_input_both_answers_and_the_line():
+    assert parts_of("-1", "-1") == {"status": "solved"}
+    wrong = dict(parts_of("p % block_size", "0")["parts"])
     assert wrong["yours"] != wrong["right"]
     assert wrong["where"][0].startswith("slots at token ")
-    raised = dict(parts_of(forms, "block_table[p ", "block_table[9 + p ")["parts"])
+    raised = dict(parts_of("block_table[p ", "block_table[9 + p ")["parts"])
     assert raised["error"] == [
         "IndexError: list index out of range",
         "in line 4: block_table[9 + p // block_size] * block_size + p % block_size if p >="
         " start_idx else -1",
     ]
-    misspelt = dict(parts_of(forms, "return [", "return ]")["parts"])
+    misspelt = dict(parts_of("return [", "return ]")["parts"])
     assert misspelt["error"][0].startswith("SyntaxError") and misspelt["error"][1]
-    unnamed = dict(parts_of(forms, "def slot_mapping", "def slots")["parts"])
+    unnamed = dict(parts_of("def slot_mapping", "def slots")["parts"])
     assert unnamed["error"] == ["The text defines no function slot_mapping."]
-    nothing = parts_of(forms, "    return [", "    _ = [")
+    nothing = parts_of("    return [", "    _ = [")
     assert nothing["hint"] == "count"
 
 
@@ -117,9 +114,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_answer_gets_a_hint_and_ends_no_check(forms, name):
+def test_an_odd_answer_gets_a_hint_and_ends_no_check(name):
     text, hint = ODD[name]
-    outcome = list_check.check(forms["slot_mapping"], text)
+    outcome = list_check.check(form_of("slot_mapping"), text)
     assert (outcome["status"], outcome["hint"]) == (list_check.WRONG, hint), outcome
     json.dumps(outcome)
 
@@ -144,6 +141,6 @@ def test_the_check_in_the_browser_needs_only_the_standard_library():
     assert imported <= sys.stdlib_module_names
 
 
+@pytest.mark.extended
 def test_the_forms_are_small():
-    sizes = [len(json.dumps(list_form(puzzle))) for puzzle in WITH_LISTS.values()]
-    assert max(sizes) < 200_000
+    assert max(len(json.dumps(form_of(name))) for name in WITH_LISTS) < 200_000

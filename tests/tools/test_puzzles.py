@@ -242,7 +242,7 @@ def test_an_error_in_a_kernel_is_printed_once(pagetwin, tmp_path):
     assert f"in line {number} of 12_decode.py: undefined_name" in shown
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "puzzle",
     [puzzle for puzzle in PUZZLES if puzzle.laws],

@@ -159,7 +159,7 @@ def test_with_fixed_splits_two_processes_give_the_bits_of_one_in_every_step() ->
     assert run(settings) > 3
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("what", WRONG)
 def test_a_wrong_rank_is_caught_stored_and_caught_again(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
