@@ -1,6 +1,5 @@
 """Tests of the Hopper kernel over a shared prefix: its work items, splits, and results on a GPU."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +8,12 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.gluon_interpreter import interpret_gluon
 from pagetwin.optimized.dispatch import cascade
 from pagetwin.optimized.kernels.portable.host import cascade as grids
-from pagetwin.optimized.kernels.sm90.cascade import scheduler
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan, choose_split_len
-from sm90_on_host import Int32, run_on_host
+from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
+from schedule_kernels import PrefixSizes, prefix_kernel
 from support.compile_prefill_sm90 import BF16, FP16
 from support.planted_keys import plant, share_prefix
 from support.sm90_calls import NAN, build, needs_hopper, own_counters
@@ -28,17 +28,13 @@ def test_the_work_items_are_each_query_tile_of_each_head_and_split(
     tokens: int, split_len: int
 ) -> None:
     heads, tile_tokens, prefix_len = 3, 32, 912
-    config = SimpleNamespace(BLOCK_N=128)
-    names = run_on_host(more=(scheduler.count_items, scheduler.locate_item))
-    prefix = SimpleNamespace(
-        num_tokens=Int32(tokens),
-        prefix_len=Int32(prefix_len),
-        split_len=Int32(split_len),
-        num_heads=Int32(heads),
-    )
+    config = Sm90Config(128, 128, 16, 128, 2, True, GROUP=4)
+    works: list[Any] = []
+    with interpret_gluon():
+        prefix = PrefixSizes(tokens, prefix_len, split_len, heads)
+        prefix_kernel[(1,)](prefix, works.append, config)
     found = []
-    for item in range(int(names["count_items"](prefix, tile_tokens))):
-        work = names["locate_item"](prefix, Int32(item), config, tile_tokens)
+    for work in works:
         # the rows that are stored end with the last token
         assert work.query_start + (work.seq_len - work.position) == tokens
         assert work.num_kv_tiles == -(-int(work.seq_len) // 128)

@@ -10,7 +10,6 @@ import torch
 from fp8_faults import FAULTS
 from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter import InterpreterError
-from pagetwin.gluon_interpreter.kernels import change_module
 from pagetwin.gluon_interpreter.operations import multiple_of
 from pagetwin.gluon_interpreter.packed import run_packed
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value
@@ -20,6 +19,7 @@ from pagetwin.optimized.kernels.sm90.fp8_decode.operands import (
     k_code,
     v_code,
 )
+from schedule_kernels import changed_kernels
 from support.compile_fp8_decode_sm90 import E4M3, E5M2
 from support.hopper_fp8 import (
     CASES,
@@ -38,7 +38,6 @@ pytestmark = [
         torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
     ),
 ]
-KERNELS = Path(__file__).parents[2] / "optimized/kernels"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -89,14 +88,9 @@ def test_a_fault_is_reported(
     name: str, reference: Twin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault = FAULTS[name]
-    text = (KERNELS / fault.file).read_text(encoding="utf-8")
-    assert text.count(fault.old) == 1
-    path = tmp_path / Path(fault.file).name
-    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    module = fault.file.removesuffix(".py").replace("/", ".")
     with (
         pytest.raises(AssertionError) as raised,
-        change_module(f"pagetwin.optimized.kernels.{module}", path),
+        changed_kernels(tmp_path, fault.old, fault.new, fault.file),
         pretend_fp8_hopper(monkeypatch),
     ):
         check(CASES[fault.case], reference)

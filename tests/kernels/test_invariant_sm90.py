@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,6 @@ from hopper_launches import Way, record_launches
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90.common import scheduler
 from pagetwin.optimized.kernels.sm90.common.config import (
     WARPGROUP_M,
     Sm90Config,
@@ -25,8 +25,7 @@ from pagetwin.optimized.kernels.sm90.common.traits import (
     choose_masks,
 )
 from pagetwin.optimized.kernels.sm90.invariant import family
-from pagetwin.optimized.kernels.sm90.invariant import scheduler as invariant_scheduler
-from sm90_on_host import Int32, run_on_host
+from schedule_kernels import FoundItem, changed_kernels, find_items
 from support.compile_prefill_sm90 import BF16, FP16
 from support.sm90_calls import (
     build,
@@ -101,45 +100,31 @@ def part_of(
     )
 
 
-def check_splits(
-    names: dict[str, Any],
-    config: Sm90Config,
-    query_len: int,
-    kv_len: int,
-    num_splits: int,
-) -> None:
-    """Assert that the work items of a query tile divide its KV tiles at the bounds of splits.
+def check_splits(config: Sm90Config, items: list[FoundItem]) -> None:
+    """Assert that the work items of a request divide its KV tiles at the bounds of splits.
 
     Every warpgroup computes the KV tiles of its rows once, with the masks that they need.
     """
-    consumers = config.CONSUMERS
+    query_len, kv_len, num_splits = items[0][:3]
     block_n, tokens = config.BLOCK_N, WARPGROUP_M.value // config.GROUP
     masks = choose_masks.fn(config)
     keys = np.arange(-(-kv_len // block_n) * block_n)
-    batch = SimpleNamespace(num_heads=Int32(num_splits), num_splits=Int32(num_splits))
-    request = scheduler.RequestBounds(*map(Int32, (0, query_len, kv_len, 0)))
-    num_tiles = -(-query_len // (consumers * tokens))
-    items = scheduler.ItemRange(0, Int32(0), Int32(num_tiles * num_splits), 0, 0)
     computed: dict[int, list[tuple[int, int]]] = {}
-    for item in range(num_tiles * num_splits):
-        work = names["locate_split"](
-            batch, Int32(item), items, request, config, consumers * tokens
-        )  # fmt: skip
+    for item in items:
+        work = item.work
         assert work.head == 0
         if work.num_kv_tiles <= 0:
             continue
-        for consumer in range(consumers):
+        for consumer, own in enumerate(item.tiles):
             position = work.position + consumer * tokens
             if position >= kv_len:
                 continue
-            own = names["find_tiles"](work, position, config)
-            last, found = own.last, computed.setdefault(int(position), [])
+            last, found = own.last, computed.setdefault(position, [])
             while last >= own.first:
-                part = names["find_split"](own, last, config)
+                part = item.splits[consumer][last]
                 assert part.first <= part.full_begin <= part.full_end <= part.last
                 assert part.first // config.SPLIT_TILES == last // config.SPLIT_TILES
-                in_order = range(int(last), int(part.first) - 1, -1)
-                for tile in in_order:
+                for tile in range(last, part.first - 1, -1):
                     mask = 0
                     if tile == last or tile >= part.full_end:
                         mask = masks[0]
@@ -168,20 +153,21 @@ def check_splits(
                 assert found[tile] & MASK_BEGIN.value or not is_before.any()
 
 
-def check_all_splits(*mutations: tuple[str, str]) -> None:
+def check_all_splits() -> None:
     """Run `check_splits` for windows, groups and numbers of splits."""
-    more = (invariant_scheduler.locate_split, invariant_scheduler.find_split)
-    names = run_on_host(*mutations, more=more)
     shapes = [(1, 1), (1, 700), (64, 64), (150, 700), (40, 514)]
     for head_dim, block_n in ((64, 64), (128, 128)):
         for group, window in itertools.product((1, 4, 64), (0, 70, 330)):
+            # a query tile has one or two tokens of such a group
+            lens = shapes if group < 64 else [(1, 700), (9, 9), (21, 514)]
             for causal in (True, False) if not window else (True,):
                 config = Sm90Config(
                     head_dim, head_dim, 16, block_n, 2, causal, window, GROUP=group,
                     SPLIT_TILES=2, CONSUMERS=choose_consumers(head_dim, True),
                 )  # fmt: skip
-                for shape, num_splits in itertools.product(shapes, (1, 2, 4)):
-                    check_splits(names, config, *shape, num_splits)
+                found, _ = find_items(config, lens, (1, 2, 4))
+                for _, items in itertools.groupby(found, lambda item: item[:3]):
+                    check_splits(config, list(items))
 
 
 def test_work_items_divide_the_kv_tiles_of_a_query_tile_at_fixed_positions() -> None:
@@ -236,10 +222,15 @@ WRONG_SPLITS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WRONG_SPLITS)
-def test_a_wrong_bound_of_the_splits_is_found(name: str) -> None:
-    with pytest.raises(AssertionError):
-        check_all_splits(WRONG_SPLITS[name])
+def test_a_wrong_bound_of_the_splits_is_found(name: str, tmp_path: Path) -> None:
+    files = "sm90/common/tile_range.py", "sm90/invariant/scheduler.py"
+    with (
+        changed_kernels(tmp_path, *WRONG_SPLITS[name], *files),
+        pytest.raises(AssertionError),
+    ):
+        check_all_splits()
 
 
 @pytest.mark.parametrize(

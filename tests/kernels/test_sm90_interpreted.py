@@ -13,11 +13,11 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter import InterpreterError
-from pagetwin.gluon_interpreter.kernels import change_module
 from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value, lift
 from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
 from pagetwin.optimized.kernels.sm90.common.config import SWIZZLED, SWIZZLED_32_BIT
+from schedule_kernels import changed_kernels
 from support.hopper import CASES, check, launch, make_batch, pretend_hopper
 from support.hopper_checks import FAR, check_far
 from support.twins import TWINS, Twin
@@ -29,7 +29,6 @@ pytestmark = [
         torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
     ),
 ]
-SM90 = Path(__file__).parents[2] / "optimized/kernels/sm90"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -249,16 +248,11 @@ def test_a_fault_is_reported(
 ) -> None:
     """In one of a few orders of the roles; the kernel as it is passes in all of them."""
     fault = FAULTS[name]
-    text = (SM90 / fault.file).read_text(encoding="utf-8")
-    assert text.count(fault.old) == 1
-    path = tmp_path / Path(fault.file).name
-    path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
-    module = fault.file.removesuffix(".py").replace("/", ".")
     reports = []
     for seed in range(4):
         try:
             with (
-                change_module(f"pagetwin.optimized.kernels.sm90.{module}", path),
+                changed_kernels(tmp_path, fault.old, fault.new, f"sm90/{fault.file}"),
                 pretend_hopper(monkeypatch, seed, lateness=0.9, pause_rate=0.3),
             ):
                 check(CASES[fault.case], reference)

@@ -1,12 +1,10 @@
-"""KV tiles of the Hopper prefill kernel: the tiles and masks of every warpgroup, on the host."""
+"""KV tiles of the Hopper prefill kernel: the tiles and masks of every warpgroup, interpreted."""
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
-from pagetwin.optimized.kernels.sm90.common import scheduler
 from pagetwin.optimized.kernels.sm90.common.config import Sm90Config, choose_consumers
 from pagetwin.optimized.kernels.sm90.common.traits import (
     MASK_BEGIN,
@@ -15,74 +13,59 @@ from pagetwin.optimized.kernels.sm90.common.traits import (
     count_tokens,
     has_lower_bound,
 )
-from sm90_on_host import Int32, run_on_host
+from schedule_kernels import FoundItem, changed_kernels, find_items
 
 
-def check_tiles(
-    names: dict[str, Any], config: Sm90Config, query_len: int, kv_len: int
-) -> None:
+def check_tiles(config: Sm90Config, found: FoundItem) -> None:
     """Assert that every warpgroup computes the KV tiles of its rows, with the masks they need."""
-    consumers = config.CONSUMERS
     tokens, block_n = count_tokens.fn(config), config.BLOCK_N
-    tile_tokens = consumers * tokens
+    work, kv_len = found.work, found.kv_len
     masks = choose_masks.fn(config)
     keys = np.arange(-(-kv_len // block_n) * block_n)
-    batch = SimpleNamespace(num_heads=Int32(1))
-    request = scheduler.RequestBounds(
-        Int32(0), Int32(query_len), Int32(kv_len), Int32(0)
-    )
-    items = scheduler.ItemRange(0, Int32(0), Int32(1), 0, 0)
-    for item in range(-(-query_len // tile_tokens)):
-        work = names["locate_work"](
-            batch, Int32(item), items, request, config, tile_tokens
+    end_tile = found.first_tile + work.num_kv_tiles
+    for consumer, own in enumerate(found.tiles):
+        position = work.position + consumer * tokens
+        # the same tiles pass through the pipeline for every warpgroup
+        assert own.after >= 0 and own.before >= 0
+        assert own.last + 1 + own.after == end_tile
+        assert own.first - own.before == found.first_tile
+        assert own.first <= own.full_begin <= own.full_end <= own.last
+
+        rows = np.arange(max(position, 0), min(position + tokens, kv_len))[:, None]
+        ends = np.minimum(rows + 1, kv_len) if config.CAUSAL else rows * 0 + kv_len
+        is_after, is_before = keys >= ends, keys < first_keys(config, rows)
+        visible, after, before = (
+            in_tile.any(0).reshape(-1, block_n).any(1)
+            for in_tile in (~is_after & ~is_before, is_after, is_before)
         )
-        if work.num_kv_tiles <= 0:
+        if not visible.any():
             continue
-        first_tile = names["first_kv_tile"](work, config)
-        end_tile = first_tile + work.num_kv_tiles
-        for consumer in range(consumers):
-            position = work.position + consumer * tokens
-            own = names["find_tiles"](work, position, config)
-            # the same tiles pass through the pipeline for every warpgroup
-            assert own.after >= 0 and own.before >= 0
-            assert own.last + 1 + own.after == end_tile
-            assert own.first - own.before == first_tile
-            assert own.first <= own.full_begin <= own.full_end <= own.last
-
-            rows = np.arange(position, position + tokens)
-            rows = rows[(rows >= 0) & (rows < kv_len)][:, None]
-            ends = np.minimum(rows + 1, kv_len) if config.CAUSAL else rows * 0 + kv_len
-            begins = rows * 0
-            if config.WINDOW:
-                begins = np.maximum(begins, rows - config.WINDOW + 1)
-            if config.CHUNK_SIZE:
-                begins = np.maximum(begins, rows - rows % config.CHUNK_SIZE)
-            for row, begin in zip(rows.flat, begins.flat, strict=True):
-                assert begin == names["first_visible_key"](Int32(row), config)
-            is_after, is_before = keys >= ends, keys < begins
-            is_visible = ~is_after & ~is_before
-            tiles = np.flatnonzero(
-                is_visible.any(0).reshape(-1, block_n).any(1)
-            ).tolist()
-            if not tiles:
-                continue
-            assert own.first <= tiles[0] and tiles[-1] <= own.last
-            if has_lower_bound.fn(config):
-                assert (own.first, own.last) == (tiles[0], tiles[-1])
-            for tile in range(own.first, own.last + 1):
-                mask = 0
-                if tile == own.last or tile >= own.full_end:
-                    mask = masks[0]
-                elif tile < own.full_begin:
-                    mask = masks[1]
-                columns = slice(tile * block_n, (tile + 1) * block_n)
-                assert mask & MASK_END.value or not is_after[:, columns].any()
-                assert mask & MASK_BEGIN.value or not is_before[:, columns].any()
+        tiles = np.flatnonzero(visible)
+        assert own.first <= tiles[0] and tiles[-1] <= own.last
+        if has_lower_bound.fn(config):
+            assert (own.first, own.last) == (tiles[0], tiles[-1])
+        for tile in range(own.first, own.last + 1):
+            mask = 0
+            if tile == own.last or tile >= own.full_end:
+                mask = masks[0]
+            elif tile < own.full_begin:
+                mask = masks[1]
+            assert mask & MASK_END.value or not after[tile]
+            assert mask & MASK_BEGIN.value or not before[tile]
 
 
-def check_all_tiles(*mutations: tuple[str, str]) -> None:
+def first_keys(config: Sm90Config, rows: np.ndarray) -> np.ndarray:
+    """Return the first key that queries at these positions attend to."""
+    begins = rows * 0
+    if config.WINDOW:
+        begins = np.maximum(begins, rows - config.WINDOW + 1)
+    if config.CHUNK_SIZE:
+        begins = np.maximum(begins, rows - rows % config.CHUNK_SIZE)
+    return begins
+
+
+def check_all_tiles() -> None:
     """Run `check_tiles` for windows and chunks around the sizes of tiles and warpgroups."""
-    names = run_on_host(*mutations)
     limits = [(0, 0), (40, 150), (200, 64)]
     limits += [
         (window, 0) for window in (1, 63, 64, 65, 66, 128, 130, 191, 192, 193, 330)
@@ -91,15 +74,21 @@ def check_all_tiles(*mutations: tuple[str, str]) -> None:
     shapes = [(1, 1), (64, 64), (200, 200), (300, 700), (129, 514), (400, 300)]
     tiles = [(64, 64, 1), (64, 128, 1), (128, 128, 1), (256, 64, 1)]
     tiles += [(64, 64, 8), (128, 128, 4), (256, 64, 64)]
-    for head_dim, block_n, group in tiles:
-        for window, chunk_size in limits:
-            causals = (True,) if window or chunk_size else (True, False)
-            for causal, shape in itertools.product(causals, shapes):
-                config = Sm90Config(
-                    head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
-                    GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
-                )  # fmt: skip
-                check_tiles(names, config, *shape)
+    for (head_dim, block_n, group), (window, chunk_size) in itertools.product(
+        tiles, limits
+    ):
+        for causal in (True,) if window or chunk_size else (True, False):
+            config = Sm90Config(
+                head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
+                GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
+            )  # fmt: skip
+            # a query tile of one or two tokens has the tiles of a few
+            few = [(1, 1), (64, 64), (33, 514), (40, 30)]
+            found, begins = find_items(config, shapes if group < 64 else few)
+            assert begins == first_keys(config, np.arange(len(begins))).tolist()
+            for item in found:
+                if item.work.num_kv_tiles > 0:
+                    check_tiles(config, item)
 
 
 def test_a_warpgroup_computes_its_kv_tiles_with_the_masks_that_they_need() -> None:
@@ -169,7 +158,12 @@ WRONG_TILES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WRONG_TILES)
-def test_a_wrong_bound_of_the_kv_tiles_is_found(name: str) -> None:
-    with pytest.raises(AssertionError):
-        check_all_tiles(WRONG_TILES[name])
+def test_a_wrong_bound_of_the_kv_tiles_is_found(name: str, tmp_path: Path) -> None:
+    files = "sm90/common/tile_range.py", "sm90/common/scheduler.py"
+    with (
+        changed_kernels(tmp_path, *WRONG_TILES[name], *files),
+        pytest.raises(AssertionError),
+    ):
+        check_all_tiles()
