@@ -413,7 +413,7 @@ def asked(draw: st.DrawFn) -> tuple[dict[str, Any], Steps]:
     return layer, [(first, encoders), (chunk, none), ([1] * reqs, none)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("name", BACKENDS)
 @settings(max_examples=max(settings().max_examples // 4, 3))
 @given(asking=asked())

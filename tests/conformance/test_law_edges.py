@@ -100,7 +100,7 @@ def masked(fault: Change, operation: str) -> Callable[..., Any]:
     return attend
 
 
-@pytest.mark.sample(3)
+@pytest.mark.extended
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_a_mask_is_found_with_any_seed(fault: str, seed: int) -> None:

@@ -32,6 +32,7 @@ from pagetwin.conformance.cases.ranks import RING, STEP
 from pagetwin.conformance.cases.signatures import SMALL
 from pagetwin.conformance.laws.all_laws import ALL_LAWS
 from pagetwin.conformance.laws.batch_invariance import DecodesAround
+from pagetwin.conformance.laws.large_batches import MANY
 from pagetwin.conformance.laws.law import Law
 from pagetwin.conformance.laws.parallel_step import Dealt
 from pagetwin.conformance.laws.prefill_parallel import Prompts
@@ -67,6 +68,7 @@ SMALL_CASES: dict[str, Any] = {
         "latent_decode_attention", "slots first"
     ),
     "there may be more than 255 requests": (1, 1),
+    "there may be any number of requests": MANY["prompts and idle ones up to the 64th"],
 }  # fmt: skip
 """Cases of `make test` in place of the first one, which takes up to ten seconds."""
 LAW_NAMES = [law.name for law in ALL_LAWS]

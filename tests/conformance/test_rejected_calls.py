@@ -124,6 +124,7 @@ def changes_self(method: ast.FunctionDef) -> bool:
     return False
 
 
+@pytest.mark.extended
 def test_every_class_with_state_is_tried() -> None:
     found = {*stateful_classes()}
     tried = {*found & {*OPERATIONS}, "Request"}

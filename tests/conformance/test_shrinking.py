@@ -142,6 +142,7 @@ def test_a_record_that_rejects_a_number_keeps_the_smallest_one_that_it_accepts()
     assert (found.block_size, found.num_kv_heads, found.head_size) == (1, 1, 1)
 
 
+@pytest.mark.extended
 def test_cuts_stay_at_their_tokens_when_a_step_loses_requests_and_tokens() -> None:
     cut = Cut(
         Requests(new=(1,) * 300 + (9, 2), computed=(3,) * 302),

@@ -347,6 +347,7 @@ def test_a_case_that_is_slow_once_is_not_the_first_symptom_of_a_report(
 # a process that takes long to end
 
 
+@pytest.mark.extended
 def test_a_process_that_ends_slowly_has_crashed_and_does_not_hang() -> None:
     """Under load a crash was reported as a hang of more than 120 seconds after 2 seconds."""
     worker = Worker("none", "cpu")

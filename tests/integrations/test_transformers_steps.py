@@ -52,6 +52,7 @@ def decode(model: Any, batch: PagedBatch) -> Tensor:
     return logits
 
 
+@pytest.mark.extended
 def test_a_second_model_on_one_batch_raises(model: Any, batch: PagedBatch) -> None:
     """Its keys overwrote those of the first one."""
     told, other = decode(model, copy.deepcopy(batch)), copy.deepcopy(model)

@@ -288,7 +288,7 @@ def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
     assert warmed == []
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the host")
 def test_a_real_warm_up_launches_and_changes_no_slot(version: str) -> None:
     steps = EngineSteps(version, head_size=16)

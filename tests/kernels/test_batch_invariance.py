@@ -98,7 +98,7 @@ def attend(
     return out[: end - first], lse[:, : end - first]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize(("head_size", "dtype", "name"), WAYS)
 def test_parts_give_the_same_bits_wherever_they_are_computed(
     head_size: int,

@@ -253,6 +253,7 @@ def test_keys_that_the_bound_left_out_are_divided_as_all_others(
     torch.testing.assert_close(found, right, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.extended
 def test_the_programs_of_a_request_do_not_depend_on_its_length(
     grids: list[Any], device: torch.device
 ) -> None:

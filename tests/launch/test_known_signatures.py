@@ -132,7 +132,7 @@ def wrong_values(value: Any) -> Iterator[Any]:
         yield from (float("nan"), float("inf"), -float("inf"), 1e31, -1e31, 1e-45)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.extended
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_wrong_call_is_rejected_after_right_ones(
     operation: str, planned: None, device: torch.device

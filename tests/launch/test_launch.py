@@ -82,6 +82,7 @@ def ragged_call(
     } | changes
 
 
+@pytest.mark.extended
 def test_ragged_calls_with_other_totals_share_a_plan(
     plans: PlanCache[Any], optimized: Twin, reference: Twin, device: torch.device
 ) -> None:
@@ -94,6 +95,7 @@ def test_ragged_calls_with_other_totals_share_a_plan(
     assert len(plans) == 2
 
 
+@pytest.mark.extended
 def test_many_kinds_of_calls_leave_a_bounded_cache(
     plans: PlanCache[Any], optimized: Twin, device: torch.device
 ) -> None:
@@ -691,7 +693,7 @@ def test_importing_the_package_changes_nothing_else() -> None:
     assert run_compiler("-c", program).strip() == "raised"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_more_queries_than_announced_leave_other_memory_and_other_requests_as_they_are(
     batch_invariant: bool,

@@ -236,7 +236,7 @@ def test_the_laws_of_several_gpus_hold_on_processes_too(
         assert not [told for told in found.values() if "FAILED" in told["text"]]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [2, 5, 6, 7, 8])
 def test_the_steps_of_several_gpus_fit_any_number_of_them(
     ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -144,7 +144,7 @@ STEPS: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.extended
 @pytest.mark.parametrize("checks_values", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_planted_bug_is_found_in_its_first_step_and_named_with_its_request(
     assert sentence.startswith(f"flight recorder: {case.sentence}")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_stored_case_is_reproduced_without_the_engine(
     tmp_path: Path, bug: str
@@ -418,6 +418,7 @@ def test_a_recorder_says_that_it_is_on_and_what_it_has_checked(
     assert all(re.search(checked, message) for message in caplog.messages)
 
 
+@pytest.mark.extended
 def test_a_recorder_that_shall_stop_the_engine_raises(tmp_path: Path) -> None:
     recorder = Recorder(RecorderSettings(tmp_path, sample_every=1, action="stop"))
     engine = SmallEngine(EngineSettings(bug="window", window=6), recorder)

@@ -130,6 +130,7 @@ def test_right_rows_are_computed_once_and_others_are_judged_by_their_budget() ->
         assert len(types) == computed and types[0] == torch.float64
 
 
+@pytest.mark.extended
 def test_rows_that_the_scheduler_gave_are_compared_with_it_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

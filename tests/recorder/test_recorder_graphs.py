@@ -51,8 +51,8 @@ def captured_decoder(
     return recorder, Decoder(recorded, **sizes, device="cpu", capture_step=capture_step)
 
 
+@pytest.mark.extended
 # the reference rejects two tokens with one slot
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", [fault for fault in script.FAULTS if fault != "slot"])
 def test_each_fault_of_a_captured_step_is_found_in_its_step(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -479,6 +479,7 @@ def test_steps_of_two_engines_in_one_process_are_not_one_step(watched: Any) -> N
     assert checks.is_on and checks.findings == [] and checks.step == 4
 
 
+@pytest.mark.extended
 def test_buffers_of_a_graph_live_as_long_as_its_builder(tmp_path: Path) -> None:
     """A graph of another engine, or of the same size, freed buffers that a replay writes to."""
     checks = recorder(tmp_path)
@@ -503,6 +504,7 @@ def test_buffers_of_a_graph_live_as_long_as_its_builder(tmp_path: Path) -> None:
     assert all(buffer() is None for buffer in buffers)
 
 
+@pytest.mark.extended
 def test_rows_of_an_engine_are_compared_again_after_the_one_before_it_was_closed(
     watched: Any,
 ) -> None:

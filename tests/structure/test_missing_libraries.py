@@ -96,7 +96,7 @@ for is_command, line in lines:
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("library", COMMANDS)
 def test_a_missing_library_is_one_sentence_with_what_installs_it(
     library: str, tmp_path: Path

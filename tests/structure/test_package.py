@@ -46,7 +46,7 @@ def test_another_attribute_is_an_attribute_error() -> None:
         _ = pagetwin.nosuch
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("part", ["reference", "optimized"])
 def test_a_checkout_in_the_current_folder_is_not_mixed_with_the_installed_package(
     tmp_path: Path, part: str

@@ -308,6 +308,7 @@ def test_what_cannot_be_captured_is_timed_as_a_call_and_says_so(pretended: Any) 
     assert results["ours"]["status"] == "timed" and not results["ours"]["graph"]
 
 
+@pytest.mark.extended
 def test_a_write_is_judged_after_the_graph_too(pretended: Any) -> None:
     results = measure_as_on_a_gpu(Ours("cpu"), name="write-8k")
     assert results["ours"]["status"] == "timed", results

@@ -71,6 +71,7 @@ DROPS_THE_FIRST_KEY = textwrap.dedent(
 )
 
 
+@pytest.mark.extended
 def test_a_replay_ends_with_tables_figures_and_a_page(pagetwin, tmp_path):
     result = pagetwin(
         "replay", *SMALL, "--json", "figures.json", "--report", "page.html"

@@ -105,6 +105,7 @@ def test_one_seed_gives_one_replay_and_another_gives_another():
     assert trail(4) != trail(5)
 
 
+@pytest.mark.extended
 def test_records_count_what_was_scheduled():
     replay = Replay(small(), with_holders=True)
     for record in replay.steps():

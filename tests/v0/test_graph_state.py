@@ -86,7 +86,7 @@ def test_a_layer_replays_batches_of_other_sizes_and_lengths(
     run_batches(layer, reference, state.replay, lambda: poison(whole))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.extended
 @pytest.mark.parametrize("crossed", [False, True])
 @pytest.mark.parametrize("size", [5, 7])
 def test_padding_rows_do_no_harm_to_a_layer(
