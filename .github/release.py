@@ -1,4 +1,4 @@
-"""Prepares a checkout for the build of a release: the version of a tag, and links that work anywhere.
+"""Prepares a checkout for a release: the version of its tag, and links that work on any page.
 
     python .github/release.py v0.1.0 OWNER/NAME
 
