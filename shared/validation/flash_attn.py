@@ -15,6 +15,7 @@ from ..contract.shapes import (
     ValueCache,
 )
 from .attention import check_paged_attention
+from .primitives import values_checked
 
 HINTS = (
     "deterministic",
@@ -215,7 +216,7 @@ def check_call_on_pages(
     scale: float | None,
     options: AttentionOptions,
 ) -> None:
-    """Raise what `paged_attention` would raise. On a GPU, contents of tensors are not read."""
+    """Raise what `paged_attention` would raise, of contents too where those are checked."""
     check_paged_attention(
         query,
         key_cache,
@@ -228,6 +229,6 @@ def check_call_on_pages(
         None,
         None,
         options,
-        contents=query.device.type == "cpu",
+        contents=values_checked(query),
         scale=scale,
     )

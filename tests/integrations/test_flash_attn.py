@@ -329,6 +329,24 @@ REJECTED = {
 }
 
 
+def test_rows_of_padding_store_nothing_and_give_zeros(monkeypatch):
+    """transformers' continuous batching pads a captured decode so, where contents are not read."""
+    monkeypatch.setenv("PAGETWIN_CHECK_VALUES", "0")
+    function = FlashAttention("optimized").flash_attn_with_kvcache
+    q, added = numbers(3, 1, HEADS, SIZE), numbers(2, 3, 1, KV_HEADS, SIZE, seed=1)
+    cache = numbers(2, 6, BLOCK, KV_HEADS, SIZE, seed=2)
+    alone = cache.clone()
+    table = torch.tensor([[4, 2], [-1, -1], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    held = torch.tensor([20, -1, -1], dtype=torch.int32, device=DEVICE)
+    given = {"cache_seqlens": held, "block_table": table}
+    out = function(q, *cache, *added, **given, causal=True)
+    first = {name: value[:1] for name, value in given.items()}
+    right = function(q[:1], *alone, *added[:, :1], **first, causal=True)
+    assert torch.equal(out[:1], right)
+    assert not out[1:].any()
+    assert torch.equal(cache, alone)
+
+
 def test_requests_keys_and_values_have_to_be_as_many(functions):
     q, (k, v) = numbers(3, 1, HEADS, SIZE), numbers(2, 2, 9, KV_HEADS, SIZE)
     with pytest.raises(ValueError, match=r"q has \[3\], k has \[2\]"):
