@@ -135,7 +135,7 @@ def _summary_of(verdict: Verdict) -> str:
     versions = ", ".join(
         f"{package} {version}" for package, version in verdict["versions"].items()
     )
-    words = [f"{counts.get('held', 0)} laws hold on {verdict['cases']:,} cases"]
+    words = [f"Laws that hold: {counts.get('held', 0)}, on {verdict['cases']:,} cases"]
     words.append(f" ({verdict['library']}; {versions}; {verdict['ended']}).")
     if verdict["undeclared"]:
         first = "; ".join(verdict["undeclared"])
