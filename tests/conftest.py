@@ -126,12 +126,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+    items: list[pytest.Item], config: pytest.Config
+) -> None:
     """Leave most cases of each test with `mark.sample` to `make test-long`.
 
+    Tests with `mark.cuda` are left out without a GPU: a thousand skips take seconds.
     `make test` runs as many as the marker says, at equal steps of the list, on each twin. If the
     marker has `per`, a function of the test's parameters, it runs as many per result.
     """
+    if not torch.cuda.is_available():
+        on_gpus = [item for item in items if item.get_closest_marker("cuda")]
+        config.hook.pytest_deselected(items=on_gpus)
+        items[:] = [item for item in items if not item.get_closest_marker("cuda")]
     groups: dict[tuple[Any, ...], list[pytest.Item]] = {}
     for item in items:
         if mark := item.get_closest_marker("sample"):

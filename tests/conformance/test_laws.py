@@ -5,6 +5,7 @@ of listed ones it tries all on the reference, and LISTED on the optimized twin. 
 the first law of each area `mark.quick`.
 """
 
+import atexit
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -93,7 +94,10 @@ class ThisProcess(Worker):
 
 def in_one_case(twin: str) -> list[LawToTry]:
     """Return all laws, each with its shortest edge, or else the first listed or drawn case."""
-    process = ThisProcess(f"support.annotated_{twin}", choose_device(None))
+    # a fault on a GPU ends its process
+    kind = Worker if torch.cuda.is_available() else ThisProcess
+    process = kind(f"support.annotated_{twin}", choose_device(None))
+    atexit.register(process.stop)
     found = []
     for law in ALL_LAWS:
         tried = LawToTry(law, process, seed=0, examples=1, reason=None, listed=1)

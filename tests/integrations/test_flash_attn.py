@@ -159,6 +159,7 @@ def paged(keys, lengths, seed=0):
     return cache, table.to(DEVICE)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("table_name", ["block_table", "page_table"])
 def test_a_packed_batch_over_a_cache(functions, name, table_name):
@@ -189,6 +190,7 @@ def test_a_packed_batch_over_a_cache(functions, name, table_name):
         assert_equal(out[rows], dense(q[rows], k, v, arguments)[0])
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("is_paged", [True, False])
 def test_new_keys_are_stored_and_attended_to(functions, name, is_paged):

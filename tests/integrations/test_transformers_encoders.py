@@ -93,7 +93,7 @@ def test_a_model_that_a_version_does_not_dispatch_raises() -> None:
         generate(tiny("t5"), [[5]], "reference")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("implementation", TWINS)
 @pytest.mark.parametrize("name", ENCODER_DECODER)
 def test_cross_attention_reads_the_encoder_s_keys_from_pages_in_every_step(

@@ -1,24 +1,6 @@
 """Faults of the FP8 kernels for Hopper that the Gluon interpreter reports."""
 
-from typing import NamedTuple
-
-
-class Fault(NamedTuple):
-    """A change of a kernel.
-
-    Args:
-        file: in `optimized/kernels`.
-        old, new: the text that the file has once, and what takes its place.
-        case: one of CASES that shows it.
-        report: what is reported.
-    """
-
-    file: str
-    old: str
-    new: str
-    case: str
-    report: str
-
+from kernel_faults import Fault
 
 WRONG = "Verdict|log-sum-exp"
 """A row is not within its error budget, or is not finite."""

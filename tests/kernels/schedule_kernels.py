@@ -1,15 +1,12 @@
 """Gluon kernels that keep what the schedulers of the Hopper kernels find, in the interpreter."""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from pagetwin.gluon_interpreter import interpret_gluon
-from pagetwin.gluon_interpreter.kernels import change_module
 from pagetwin.gluon_interpreter.values import lift
 from pagetwin.optimized.kernels.sm90.append.segments import (
     find_segment,
@@ -38,7 +35,6 @@ from pagetwin.optimized.kernels.sm90.invariant.scheduler import find_split, loca
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-KERNELS = Path(__file__).parents[2] / "optimized/kernels"
 LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 SIZE = gl.constexpr(1024)
 """Work items whose tiles are found at once, and positions."""
@@ -214,22 +210,3 @@ def run_segments(
         lens = torch.tensor(kv_lens, dtype=torch.int32)
         segments_kernel[(1, num_segments)](starts, lens, len(lens), config)
     return sorted(found, key=lambda item: item.segment)
-
-
-@contextmanager
-def changed_kernels(folder: Path, old: str, new: str, *files: str) -> Iterator[None]:
-    """Interpret kernels with a text of one file replaced.
-
-    Args:
-        folder: an empty folder, for the changed file.
-        old, new: the text, which one of the files has once, and what takes its place.
-        files: in `optimized/kernels`.
-    """
-    (name,) = [file for file in files if old in (KERNELS / file).read_text("utf-8")]
-    text = (KERNELS / name).read_text("utf-8")
-    assert text.count(old) == 1
-    path = folder / Path(name).name
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    module = name.removesuffix(".py").replace("/", ".")
-    with change_module(f"pagetwin.optimized.kernels.{module}", path):
-        yield

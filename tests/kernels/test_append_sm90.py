@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hopper_launches import Way, record_launches
+from kernel_faults import changed_kernels
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
@@ -21,13 +22,15 @@ from pagetwin.optimized.kernels.sm90.append.cost import count_partials, segment_
 from pagetwin.optimized.kernels.sm90.append.segments import MAX_SEGMENTS
 from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
 from pagetwin.optimized.runtime.family import Task
-from schedule_kernels import changed_kernels, run_segments
+from schedule_kernels import run_segments
 from support.compile_prefill_sm90 import BF16, FP16
 from support.forced_choices import one_launch_for_all
 from support.sm90_calls import (
     build,
     check_captured_batches,
+    check_supported,
     launched,
+    make_options,
     needs_hopper,
     own_counters,
     planned,
@@ -207,14 +210,10 @@ def test_a_wrong_bound_of_the_segments_is_found(name: str, tmp_path: Path) -> No
 def test_causal_calls_with_options_of_the_prefill_kernel_are_supported(
     given: dict[str, Any], is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
     batch = build(BatchPlan((8,), (8,), head_size=128, group=4, dtype=BF16))
     options = AttentionOptions(**{"causal": True} | given)
     call = to_call(batch, *batch.fresh(), options)
-    assert family.supports(call) == is_supported
-    if not is_supported:
-        with pytest.raises(NotImplementedError, match="does not support this call"):
-            family.plan(call)
+    check_supported(family, call, is_supported, monkeypatch)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -363,13 +362,6 @@ LENS = {
 }
 
 
-def make_options(given: dict[str, Any], heads: int) -> AttentionOptions:
-    """Return the options of a causal call, with a sink per head if named."""
-    if "sinks" in given:
-        given = {**given, "sinks": torch.linspace(-3.0, 4.0, heads, device="cuda")}
-    return AttentionOptions(causal=True, **given)
-
-
 @needs_hopper
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_row_is_within_its_error_budget(way: Way, reference: Twin) -> None:
@@ -382,7 +374,7 @@ def test_every_row_is_within_its_error_budget(way: Way, reference: Twin) -> None
             block_size=way.block_size,
         )  # fmt: skip
         batch = build(plan, "cuda")
-        options = make_options(way.options, batch.query.shape[1])
+        options = make_options(batch, way.options)
         attend = partial(reference.paged_attention, options=options)
         out, lse = run(batch, options)
         verdict, exact_lse = judge_attention(

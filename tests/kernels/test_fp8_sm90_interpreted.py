@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp8_faults import FAULTS
+from kernel_faults import changed_kernels
 from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.operations import multiple_of
@@ -19,7 +20,6 @@ from pagetwin.optimized.kernels.sm90.fp8_decode.operands import (
     k_code,
     v_code,
 )
-from schedule_kernels import changed_kernels
 from support.compile_fp8_decode_sm90 import E4M3, E5M2
 from support.hopper_fp8 import (
     CASES,

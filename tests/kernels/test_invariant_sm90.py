@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hopper_launches import Way, record_launches
+from kernel_faults import changed_kernels
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
@@ -25,11 +26,13 @@ from pagetwin.optimized.kernels.sm90.common.traits import (
     choose_masks,
 )
 from pagetwin.optimized.kernels.sm90.invariant import family
-from schedule_kernels import FoundItem, changed_kernels, find_items
+from schedule_kernels import FoundItem, find_items
 from support.compile_prefill_sm90 import BF16, FP16
 from support.sm90_calls import (
     build,
+    check_supported,
     launched,
+    make_options,
     needs_hopper,
     own_counters,
     planned,
@@ -41,13 +44,6 @@ from torch import Tensor
 __all__ = ["own_counters"]
 
 INVARIANT = AttentionOptions(causal=True, batch_invariant=True)
-
-
-def make_options(given: dict[str, Any], heads: int) -> AttentionOptions:
-    """Return the options of a batch-invariant causal call, with a sink per head if named."""
-    if "sinks" in given:
-        given = {**given, "sinks": torch.linspace(-3.0, 4.0, heads, device="cuda")}
-    return AttentionOptions(causal=True, batch_invariant=True, **given)
 
 
 def run(
@@ -246,14 +242,10 @@ def test_a_wrong_bound_of_the_splits_is_found(name: str, tmp_path: Path) -> None
 def test_batch_invariant_calls_with_options_of_the_prefill_kernel_are_supported(
     given: dict[str, Any], is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
     batch = build(BatchPlan((8,), (8,), head_size=128, group=4, dtype=BF16))
     options = AttentionOptions(**{"causal": True, "batch_invariant": True} | given)
     call = to_call(batch, *batch.fresh(), options)
-    assert family.supports(call) == is_supported
-    if not is_supported:
-        with pytest.raises(NotImplementedError, match="does not support this call"):
-            family.plan(call)
+    check_supported(family, call, is_supported, monkeypatch)
 
 
 @pytest.mark.parametrize(("group", "rows"), [(1, 1), (3, 4), (7, 8), (64, 64)])
@@ -350,7 +342,7 @@ def test_a_row_has_the_same_bits_in_any_chunk_batch_and_division_of_its_splits(
         head_size=way.head_size, dtype=way.dtype, group=way.group, needle="first new",
     )  # fmt: skip
     batch = build(plan, "cuda")
-    options = make_options(way.options, batch.query.shape[1])
+    options = make_options(batch, way.options, batch_invariant=True)
     whole, whole_lse = run(batch, options)
     assert bool(whole[:340].isfinite().all() and whole_lse[:, :340].isfinite().all())
     wrong = []
@@ -382,7 +374,7 @@ def test_every_row_is_within_its_error_budget(way: Way, reference: Twin) -> None
         ("tile edge", ((70, 1), (long, long - 100)), (1, 3)),
     ):
         batch = build(BatchPlan(*lens, needle=needle, padding=3, **sizes), "cuda")
-        options = make_options(way.options, batch.query.shape[1])
+        options = make_options(batch, way.options, batch_invariant=True)
         # in the reference every query of a batch-invariant call is a request of its own
         plain = replace(options, batch_invariant=False)
         attend = partial(reference.paged_attention, options=plain)

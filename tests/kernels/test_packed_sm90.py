@@ -36,11 +36,11 @@ from support.hopper import (
     UNLIKE,
     Case,
     check,
-    launch,
     make_batch,
     plan_of,
     pretend_hopper,
 )  # fmt: skip
+from support.hopper_checks import check_orders
 from support.sm90_calls import assert_right, build, needs_hopper, own_counters, to_call
 
 pytestmark = pytest.mark.long
@@ -193,13 +193,7 @@ def test_a_query_without_a_visible_key_gets_zero(
 def test_the_order_of_roles_programs_and_copies_changes_no_bit(
     name: str, lateness: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = make_batch(CASES[name])
-    results = []
-    for seed in (1, 2):
-        with pretend_hopper(monkeypatch, seed, lateness=lateness, pause_rate=0.3):
-            results.append(launch(CASES[name], batch))
-    for one, other in zip(*results, strict=True):
-        assert bool(one.isfinite().all()) and same_bits(one, other)
+    check_orders(CASES[name], lateness, monkeypatch)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it is the run without a GPU")

@@ -20,7 +20,7 @@ from pagetwin.optimized.kernels.sm90.common.planes import Plane, find_plane
 from pagetwin.optimized.kernels.sm90.prefill import family
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from support.compile_prefill_sm90 import BF16
-from support.sm90_calls import build, to_call
+from support.sm90_calls import build, check_supported, to_call
 
 CACHE = (100, 16, 8, 128)
 PLANES = {
@@ -96,11 +96,7 @@ def test_blocks_that_a_box_would_cross_are_not_supported(
             query, keys, keys, torch.zeros(1, 2, dtype=torch.int32), starts, starts[1:],
             8, 8, 0.1, query, None, AttentionOptions(causal=True),
         )  # fmt: skip
-        monkeypatch.setattr(family, "is_hopper", lambda device: True)
-        assert family.supports(call) == is_supported
-        if not is_supported:
-            with pytest.raises(NotImplementedError, match="does not support this call"):
-                family.plan(call)
+        check_supported(family, call, is_supported, monkeypatch)
 
 
 @pytest.mark.parametrize(

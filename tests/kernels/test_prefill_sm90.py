@@ -28,6 +28,7 @@ from support.sm90_calls import (
     assert_right,
     build,
     check_captured_batches,
+    make_options,
     make_plan,
     needs_hopper,
     own_counters,
@@ -172,15 +173,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "all": {"sliding_window": 90, "logits_soft_cap": 20.0, "sinks": True},
 }
-
-
-def make_options(batch: BatchTensors, given: dict[str, Any]) -> AttentionOptions:
-    """Return the options of a causal call, with a sink per head if there are sinks."""
-    if "sinks" in given:
-        heads = batch.query.shape[1]
-        sinks = torch.linspace(-3.0, 4.0, heads, device=batch.query.device)
-        given = {**given, "sinks": sinks}
-    return AttentionOptions(causal=True, **given)
 
 
 @needs_hopper

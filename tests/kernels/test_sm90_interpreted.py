@@ -6,20 +6,19 @@ do not replace the tests on a GPU: registers, layouts and the compiler are not i
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from kernel_faults import Fault, changed_kernels
 from pagetwin.conformance.cases.batches import BatchPlan, build
-from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value, lift
 from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
 from pagetwin.optimized.kernels.sm90.common.config import SWIZZLED, SWIZZLED_32_BIT
-from schedule_kernels import changed_kernels
-from support.hopper import CASES, check, launch, make_batch, pretend_hopper
-from support.hopper_checks import FAR, check_far
+from support.hopper import CASES, check, pretend_hopper
+from support.hopper_checks import FAR, check_far, check_orders
 from support.twins import TWINS, Twin
 from triton.experimental.gluon import language as gl
 
@@ -48,13 +47,7 @@ def test_every_row_is_within_its_error_budget(
 def test_the_order_of_roles_programs_and_copies_changes_no_bit(
     name: str, lateness: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = make_batch(CASES[name])
-    results = []
-    for seed in (1, 2):
-        with pretend_hopper(monkeypatch, seed, lateness=lateness, pause_rate=0.3):
-            results.append(launch(CASES[name], batch))
-    for one, other in zip(*results, strict=True):
-        assert same_bits(one, other)
+    check_orders(CASES[name], lateness, monkeypatch)
 
 
 def test_a_call_of_the_twin_is_computed_by_the_kernel_for_hopper(
@@ -105,40 +98,23 @@ def test_offsets_of_more_than_32_bits_change_no_bit(
     check_far(axis, name, monkeypatch)
 
 
-class Fault(NamedTuple):
-    """A change of a kernel that a GPU may or may not show.
-
-    Args:
-        file: in `optimized/kernels/sm90`.
-        old, new: the text that is there, and what takes its place.
-        case: one of CASES that shows it.
-        report: what the interpreter says.
-    """
-
-    file: str
-    old: str
-    new: str
-    case: str
-    report: str
-
-
 FAULTS = {
     "rows are cleared without a fence": Fault(
-        "common/load_kv.py",
+        "sm90/common/load_kv.py",
         "            fence_async_shared()\n            shared.v_pipe",
         "            shared.v_pipe",
         "prefill, head size 128",
         "expected fence_async_shared",
     ),
     "an output tile is stored without a fence": Fault(
-        "prefill/epilogue.py",
+        "sm90/prefill/epilogue.py",
         "        fence_async_shared()\n        if HAS_HEADS",
         "        if HAS_HEADS",
         "prefill, float16, whole tiles",
         "expected fence_async_shared",
     ),
     "keys are released before the product is complete": Fault(
-        "common/mainloop.py",
+        "sm90/common/mainloop.py",
         "    qk = warpgroup_mma_wait(0, deps=[qk])\n"
         "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
         "    shared.k_pipe.consumer_release(kv_state)\n"
@@ -147,7 +123,7 @@ FAULTS = {
         "expected a barrier between",
     ),
     "a product is not waited for": Fault(
-        "common/mainloop.py",
+        "sm90/common/mainloop.py",
         "    qk = warpgroup_mma_wait(0, deps=[qk])\n"
         "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
         "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
@@ -155,21 +131,21 @@ FAULTS = {
         "used before warpgroup_mma_wait",
     ),
     "queries are loaded where an output is still stored from": Fault(
-        "common/pipeline.py",
+        "sm90/common/pipeline.py",
         "q_state.count > 0:\n        tma.store_wait(0)\n",
         "q_state.count > 0:\n",
         "prefill, many work items",
         "expected a barrier between|overwritten before it was stored",
     ),
     "keys are never released": Fault(
-        "common/mainloop.py",
+        "sm90/common/mainloop.py",
         "    shared.k_pipe.consumer_release(kv_state)\n    if config.SPLIT_TILES",
         "    if config.SPLIT_TILES",
         "prefill, head size 128",
         "deadlock: role",
     ),
     "fewer bytes are expected than are loaded": Fault(
-        "common/load_kv.py",
+        "sm90/common/load_kv.py",
         "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)",
         "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM))",
         "prefill, head size 128",
@@ -177,63 +153,63 @@ FAULTS = {
         "of 1 arrivals and -|overwritten before the product|expected a barrier between",
     ),
     "a table is read past its end": Fault(
-        "common/load_kv.py",
+        "sm90/common/load_kv.py",
         "gl.minimum(position // BLOCK_SIZE, last_entry)",
         "position // BLOCK_SIZE + 1000",
         "prefill, head size 128",
         "a load of the elements",
     ),
     "a counter is left as it is": Fault(
-        "append/consumer.py",
+        "sm90/append/consumer.py",
         "        gl.store(semaphore, 0)\n",
         "        pass\n",
         "append, several segments",
         "counters are not 0",
     ),
     "two KV heads share a counter": Fault(
-        "append/consumer.py",
+        "sm90/append/consumer.py",
         "gl.num_programs(0) + gl.program_id(0)) *",
         "gl.num_programs(0)) *",
         "append, several segments",
         "contains NaN or infinity|two programs store to one element|Verdict",
     ),
     "two requests share a counter": Fault(
-        "append/consumer.py",
+        "sm90/append/consumer.py",
         "(first * gl.num_programs(0) + gl.program_id(0)) *",
         "gl.program_id(0) *",
         "append, two requests in several segments",
         "contains NaN or infinity|two programs store to one element",
     ),
     "two warpgroups share a counter": Fault(
-        "append/consumer.py",
+        "sm90/append/consumer.py",
         "output.semaphores + CONSUMER",
         "output.semaphores",
         "append, two warpgroups, several segments",
         "contains NaN or infinity|two programs store to one element",
     ),
     "a thread arrives before the others have stored": Fault(
-        "append/consumer.py",
+        "sm90/append/consumer.py",
         "    barrier()\n    thread",
         "    thread",
         "append, several segments",
         "after stores: expected a barrier between",
     ),
     "the last partial result is left out": Fault(
-        "append/combine.py",
+        "sm90/append/combine.py",
         "segment <= last",
         "segment < last",
         "append, several segments",
         "row 0: error|Verdict",
     ),
     "weights are read before they are there": Fault(
-        "latent/consumer.py",
+        "sm90/latent/consumer.py",
         "        p_full_wait()\n        alpha = shared.alpha.load(ACC_ROWS)\n",
         "        alpha = shared.alpha.load(ACC_ROWS)\n        p_full_wait()\n",
         "latent",
         "expected a barrier between",
     ),
     "the turn of the tensor cores is not handed back": Fault(
-        "common/pipeline.py",
+        "sm90/common/pipeline.py",
         "        ping_pong_wait(0)\n",
         "        pass\n",
         "prefill, head size 64",
@@ -252,7 +228,7 @@ def test_a_fault_is_reported(
     for seed in range(4):
         try:
             with (
-                changed_kernels(tmp_path, fault.old, fault.new, f"sm90/{fault.file}"),
+                changed_kernels(tmp_path, fault.old, fault.new, fault.file),
                 pretend_hopper(monkeypatch, seed, lateness=0.9, pause_rate=0.3),
             ):
                 check(CASES[fault.case], reference)

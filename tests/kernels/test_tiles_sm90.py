@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kernel_faults import changed_kernels
 from pagetwin.optimized.kernels.sm90.common.config import Sm90Config, choose_consumers
 from pagetwin.optimized.kernels.sm90.common.traits import (
     MASK_BEGIN,
@@ -13,7 +14,7 @@ from pagetwin.optimized.kernels.sm90.common.traits import (
     count_tokens,
     has_lower_bound,
 )
-from schedule_kernels import FoundItem, changed_kernels, find_items
+from schedule_kernels import FoundItem, find_items
 
 
 def check_tiles(config: Sm90Config, found: FoundItem) -> None:

@@ -3,13 +3,9 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 
-import pytest
-from support.source_tree import ROOT
+from support.source_tree import modules, tree_of
 
-FOLDERS = ("reference", "optimized", "shared")
 FOREIGN = {
     "ALL_ATTENTION_FUNCTIONS": "of transformers",
     "GPU": "GPU(s)",
@@ -41,40 +37,29 @@ def names_in(message: str) -> Iterator[str]:
             yield last
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    """Return a file's syntax tree."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+def names_of(module: str) -> Iterator[str]:
+    """Yield a module's name, names that it defines, reads or writes, and strings that are names."""
+    yield module.rpartition(".")[2]
+    for node in ast.walk(tree_of(module)):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.arg(arg=name) | ast.keyword(arg=str(name)):
+                yield name
+            case ast.Attribute(attr=name) | ast.Name(id=name):
+                yield name
+            case ast.alias(name=name):
+                yield name.rpartition(".")[2]
+            case ast.Constant(value=str(name)) if name.isidentifier():
+                yield name
 
 
-@pytest.fixture(scope="module")
-def known() -> set[str]:
-    """Names of files, names that are defined, read or written, and strings that are names."""
-    found = {*FOREIGN}
-    for folder in FOLDERS:
-        for path in (ROOT / folder).rglob("*.py"):
-            found.add(path.stem)
-            for node in ast.walk(parsed(path)):
-                match node:
-                    case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                        found.add(name)
-                    case ast.arg(arg=name) | ast.keyword(arg=str(name)):
-                        found.add(name)
-                    case ast.Attribute(attr=name) | ast.Name(id=name):
-                        found.add(name)
-                    case ast.alias(name=name):
-                        found.add(name.rpartition(".")[2])
-                    case ast.Constant(value=str(name)) if name.isidentifier():
-                        found.add(name)
-    return found
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_the_names_in_errors_exist(folder: str, known: set[str]) -> None:
+def test_the_names_in_errors_exist() -> None:
+    known = {*FOREIGN}.union(*map(names_of, modules()))
     unknown = {
-        (path.relative_to(ROOT).as_posix(), name)
-        for path in (ROOT / folder).rglob("*.py")
-        for message in messages(parsed(path))
+        (module, name)
+        for module in modules()
+        for message in messages(tree_of(module))
         for name in names_in(message)
         if name not in known
     }

@@ -50,6 +50,17 @@ def check_far(axis: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not bool(one.isnan().any()) and same_bits(one, other)
 
 
+def check_orders(case: Case, lateness: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two orders of roles, programs and copies give the same bits."""
+    batch = make_batch(case)
+    results = []
+    for seed in (1, 2):
+        with pretend_hopper(monkeypatch, seed, lateness=lateness, pause_rate=0.3):
+            results.append(launch(case, batch))
+    for one, other in zip(*results, strict=True):
+        assert not bool(one.isnan().any()) and same_bits(one, other)
+
+
 def check_rows_past_a_bound(reference: Twin, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows past a bound that is too small harm no other request."""
     """Partial results have memory for 3 tokens. One request has 6: those are not stored."""

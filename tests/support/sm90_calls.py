@@ -42,6 +42,28 @@ def build(plan: BatchPlan, device: str = "cpu") -> BatchTensors:
     return replace(batch, value_cache=batch.value_cache[..., :128])
 
 
+def make_options(
+    batch: BatchTensors, given: dict[str, Any], **more: Any
+) -> AttentionOptions:
+    """Return the options of a causal call, with a sink per head if there are sinks."""
+    if "sinks" in given:
+        heads = batch.query.shape[1]
+        sinks = torch.linspace(-3.0, 4.0, heads, device=batch.query.device)
+        given = {**given, "sinks": sinks}
+    return AttentionOptions(causal=True, **given, **more)
+
+
+def check_supported(
+    family: Any, call: AttentionCall, is_supported: bool, patch: pytest.MonkeyPatch
+) -> None:
+    """Assert that a family supports a call on a Hopper chip, or rejects it."""
+    patch.setattr(family, "is_hopper", lambda device: True)
+    assert family.supports(call) == is_supported
+    if not is_supported:
+        with pytest.raises(NotImplementedError, match="does not support this call"):
+            family.plan(call)
+
+
 def to_call(
     batch: BatchTensors,
     out: Tensor,

@@ -51,7 +51,7 @@ def outcome_of(name, text, tmp_path):
     return list_check.check_function(form_of(name), function, text)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WITH_LISTS)
 def test_an_answer_is_right_on_lists_too_and_a_template_is_not_started(name, tmp_path):
     text = solution_of(name)

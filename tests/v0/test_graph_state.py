@@ -74,7 +74,11 @@ def test_a_layer_replays_batches_of_other_sizes_and_lengths(
 ) -> None:
     """Whatever older batches left in the buffers."""
     layer = CapturedLayer(reference, torch.device("cpu"), crossed=crossed)
-    state = make_state(reference, encoder=crossed)
+    replay_batches(layer, make_state(reference, encoder=crossed), reference)
+
+
+def replay_batches(layer: CapturedLayer, state: Any, reference: Twin) -> None:
+    """Capture a step of each size, and replay every batch over poisoned buffers."""
     layer.cache.zero_()
     with state.graph_capture(max(SIZES)):
         captured = state.graph_capture_get_metadata_for_batch(max(SIZES))
@@ -176,15 +180,7 @@ def test_a_graph_replays_batches_of_other_sizes_and_lengths(
     """Right by the float64 reference, whatever older batches left in the buffers."""
     layer = CapturedLayer(TWINS["optimized"], cuda, dtype, crossed=crossed)
     state = make_state(TWINS["optimized"], encoder=crossed, device=cuda)
-    layer.cache.zero_()
-    with state.graph_capture(max(SIZES)):
-        captured = state.graph_capture_get_metadata_for_batch(max(SIZES))
-        for size in SIZES:
-            state.capture(layer.step, size, *layer.inputs(size))
-    assert state.captured_batch_sizes == sorted(SIZES)
-    assert bool((layer.cache == 0).all()), "a capture stores nothing"
-    whole = state.get_graph_input_buffers(captured)
-    run_batches(layer, reference, state.replay, lambda: poison(whole))
+    replay_batches(layer, state, reference)
 
 
 @with_mark
