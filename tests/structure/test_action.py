@@ -89,7 +89,7 @@ def test_a_right_adapter_passes_and_a_broken_one_fails_with_its_input(
     ):
         done = run_step(step, {"adapter": adapter, "xfails": xfails}, tmp_path)
         assert done.returncode == code, done.stdout + done.stderr
-    junit = ElementTree.parse(tmp_path / "pagetwin.xml").getroot()
+    junit = ElementTree.parse(tmp_path / "laws.xml").getroot()
     assert [case.get("name") for case in junit.iter("testcase")] == [LAW]
     summary = (tmp_path / "summary.md").read_text()
     titles = re.findall(r"^# (.*)\n\n(.*)$", summary, re.M)

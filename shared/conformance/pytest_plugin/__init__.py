@@ -7,8 +7,16 @@ everything else is imported if `--pagetwin` is given.
 import pytest
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options of the plugin."""
+def pytest_addoption(
+    parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager
+) -> None:
+    """Add the options of the plugin, and let pagetwin be imported as without it.
+
+    Pytest compiles every module of a package with a plugin anew, to explain its assertions. Imports
+    of `pagetwin.optimized` in a user's tests would take three times as long, and explain nothing.
+    """
+    marked = getattr(pluginmanager.rewrite_hook, "_must_rewrite", set())
+    marked.discard(__name__.partition(".")[0])
     group = parser.getgroup("pagetwin", "conformance suite of paged attention")
     group.addoption(
         "--pagetwin",

@@ -241,7 +241,7 @@ class LawPlugin:
                 )
 
     def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter
+        self, terminalreporter: "pytest.TerminalReporter"
     ) -> None:
         """Print the outcomes of each adapter, and the laws to look at first."""
         if hasattr(self.config, "workerinput") or not self.results:

@@ -9,7 +9,7 @@ Example:
     [[quarantine]]
     law = "rows of a large batch are right"
     reason = "hangs the driver: https://github.com/me/kernels/issues/15"
-    adapter = "my_adapter.py"
+    adapter = "my_decode.py"
 """
 
 import re
