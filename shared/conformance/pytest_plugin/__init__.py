@@ -15,7 +15,7 @@ def pytest_addoption(
     Pytest compiles every module of a package with a plugin anew, to explain its assertions. Imports
     of `pagetwin.optimized` in a user's tests would take three times as long, and explain nothing.
     """
-    marked = getattr(pluginmanager.rewrite_hook, "_must_rewrite", set())
+    marked: set[str] = getattr(pluginmanager.rewrite_hook, "_must_rewrite", set())
     marked.discard(__name__.partition(".")[0])
     group = parser.getgroup("pagetwin", "conformance suite of paged attention")
     group.addoption(
