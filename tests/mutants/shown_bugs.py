@@ -36,8 +36,8 @@ PAGES = ROOT / "docs" / "bugs"
 DATA = ROOT / "docs" / "data" / "museum"
 
 KINDS = {
-    "off by one": "An edge or a start is wrong by one, or by a constant.",
-    "wrong unit": "A number is right, in another unit: another base, scale, block size or count.",
+    "off by one": "An edge or a start is wrong: by one, or by a length that is added or forgotten.",
+    "wrong unit": "A number is right, in another unit: another base, scale, block or tile size.",
     "stale state": "A value of an earlier step is read again.",
     "identity": "Two things are taken for one, or one for two.",
     "precision": "A number does not fit its type, or infinity and NaN are not thought of.",
@@ -45,7 +45,7 @@ KINDS = {
 }
 """Kinds of bugs in the order of the index, and what they have in common."""
 
-PARTS = ("What users saw", "Find the error", "Answer")
+PARTS = ("The report", "Find the error", "Answer", "The smallest input")
 """Headings of a page, in order."""
 
 EXAMPLES = 25

@@ -22,7 +22,8 @@ class Strip:
         name: What it shows. Strips of one scene have different names.
         cells: Texts.
         kinds: Per cell "a" or "b" (two requests), "new", "off" (unused), or "" (a number).
-        captions: Per cell a smaller text below, or none for all.
+        captions: Per cell a smaller text below, or none for all. A number is the position of a
+            token.
     """
 
     name: str
@@ -56,6 +57,11 @@ def strip(
     )
 
 
+def named(blocks: Sequence[int]) -> list[str]:
+    """Return block ids with the word, so that block 0 does not look like a count."""
+    return [f"block {block}" for block in blocks]
+
+
 def shown(value: Any) -> str:
     """Return a number with at most four digits, or a text as it is."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -83,13 +89,21 @@ def figures(scene: Scene, right: Any, wrong: Any) -> tuple[str, str]:
     words = "With the right line. Cells with a thick border differ."
     texts = [text for strip in (*found, *expected) for text in strip.cells]
     width = max(map(len, texts))
-    return _figure(first, caption, width), _figure(second, words, width)
+    legend = (
+        " A small number below a cell is the position of its token."
+        if any(text.isdigit() for strip in found for text in strip.captions)
+        else ""
+    )
+    return (
+        _figure(first, f"{caption}{legend}", "State computed by the wrong code", width),
+        _figure(second, words, "State computed by the right code", width),
+    )
 
 
-def _figure(rows: Sequence[str], caption: str, width: int) -> str:
+def _figure(rows: Sequence[str], caption: str, label: str, width: int) -> str:
     """Return a figure whose cells have the width of so many characters."""
     return (
-        f'<figure class="state" style="--cell: {width}ch">{"".join(rows)}'
+        f'<figure class="state" aria-label="{label}" style="--cell: {width}ch">{"".join(rows)}'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
@@ -102,12 +116,16 @@ def _row(strip: Strip, other: Strip | None = None, is_wrong: bool = False) -> st
         classes = [kind] if kind else []
         if other is not None and other.cells[index : index + 1] != (text,):
             classes.append("differs")
-        below = (
-            f"<small>{escape(strip.captions[index])}</small>" if strip.captions else ""
-        )
+        below = _caption(strip.captions[index]) if strip.captions else ""
         attribute = f' class="{" ".join(classes)}"' if classes else ""
         cells.append(f"<li{attribute}>{escape(text)}{below}</li>")
     if not cells:
         mark = " differs" * (other is not None and len(other.cells) > 0)
         cells = [f'<li class="off{mark}">none</li>']
     return f'<div class="strip"><span>{name}</span><ul>{"".join(cells)}</ul></div>'
+
+
+def _caption(text: str) -> str:
+    """Return the text below a cell; what is read aloud says what a number is."""
+    unseen = ", position " if text.isdigit() else ", " if text else ""
+    return f'<small><span class="unseen">{unseen}</span>{escape(text)}</small>'

@@ -8,7 +8,7 @@ from pagetwin.contract.layouts import KVCacheLayout
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
 
-from .figure import Strip, strip
+from .figure import Strip, named, strip
 
 
 def wrong_kv_head(ops: Any) -> list[Strip]:
@@ -43,7 +43,7 @@ def adapter_named_like_a_salt(ops: Any) -> list[Strip]:
         strip("request a, adapter x", tokens, "a"),
         strip("blocks of request a", manager.get_block_ids("a"), "a"),
         strip("request b, salt x", tokens, "b"),
-        strip("blocks found for request b", found, "a"),
+        strip("found for request b", named(found), "a"),
     ]
 
 
@@ -58,7 +58,7 @@ def equal_hashes(ops: Any) -> list[Strip]:
         strip("number of its first block", [known[0] + 31 * known[1]], "a"),
         strip("tokens of request b", asked, "b"),
         strip("number of this first block", [asked[0] + 31 * asked[1]], "b"),
-        strip("blocks found for request b", manager.get_computed_blocks(asked), "a"),
+        strip("found for request b", named(manager.get_computed_blocks(asked)), "a"),
     ]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from pagetwin.contract.metadata_classes import UBatchSlice
 
 from .attention import paged_weights
-from .figure import Strip, strip
+from .figure import Strip, named, strip
 
 
 def last_block_missing(ops: Any) -> list[Strip]:
@@ -72,8 +72,8 @@ def no_token_left_to_compute(ops: Any) -> list[Strip]:
     left = prompt[len(found) * 4 :]
     return [
         strip("prompt", prompt, "a", range(8)),
-        strip("cached blocks", sorted(manager.cached_blocks()), "off"),
-        strip("blocks found", found, "a"),
+        strip("cached", named(sorted(manager.cached_blocks())), "off"),
+        strip("found in the cache", named(found), "a"),
         strip("tokens left to compute", left, "new", range(8 - len(left), 8)),
     ]
 

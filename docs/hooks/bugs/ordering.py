@@ -8,7 +8,7 @@ from pagetwin.contract.block_classes import OutOfBlocks
 from pagetwin.contract.scheduler_classes import Request
 
 from .attention import paged_weights
-from .figure import Strip, strip
+from .figure import Strip, named, strip
 
 
 def cap_after_bias(ops: Any) -> list[Strip]:
@@ -90,9 +90,9 @@ def blocks_taken_before_the_check(ops: Any) -> list[Strip]:
     with suppress(OutOfBlocks):
         manager.allocate_slots("b", 2, 5, found)
     return [
-        strip("blocks found for request b", found, "a"),
+        strip("found for request b", named(found), "a"),
         strip("requests that hold blocks, after", [manager.num_requests]),
-        strip("cached blocks, after", manager.cached_blocks(), "a"),
+        strip("cached, after", named(sorted(manager.cached_blocks())), "a"),
         strip("free blocks, after", [manager.num_free_blocks]),
         strip("used blocks, after", [manager.num_used_blocks]),
     ]

@@ -28,6 +28,10 @@ CONTEXT = 2
 
 HEAD = re.compile(r'"""$|^\s*(?:def |class |\) -> ).*:$')
 """The last line of a docstring or a signature, before which no line is shown."""
+BRANCH = re.compile(r"\s*(?:else|elif|except|finally)\b")
+"""A line that continues the statement above it."""
+
+TASK = "**Which line is wrong, or which one is missing?**"
 
 Recording = Mapping[str, Any]
 
@@ -60,9 +64,10 @@ def bug_page(slug: str, recordings: Mapping[str, Recording]) -> str:
         recordings: The recordings of the block map.
     """
     bug = load_page(PAGES / f"{slug}.md")
-    saw, task, answer = (bug.parts[heading] for heading in PARTS)
+    report, task, answer, smallest = (bug.parts[heading] for heading in PARTS)
     wrong_figure, right_figure = figures_of(slug)
     wrong_code, right_code = code_of(bug.mutant)
+    open_code, _ = code_of(bug.mutant, is_marked=False)
     recorded = bug.recorded()
     return f"""# {bug.title}
 
@@ -71,13 +76,19 @@ def bug_page(slug: str, recordings: Mapping[str, Recording]) -> str:
 
 ## {PARTS[0]}
 
-{saw}
-
-{wrong_figure}
+{report}
 
 ## {PARTS[1]}
 
+{wrong_figure}
+
 {task}
+
+<div class="open" markdown="1">
+{open_code}
+</div>
+
+{TASK}
 
 <details class="note" markdown="1">
 <summary>{PARTS[2]}</summary>
@@ -103,13 +114,16 @@ def bug_page(slug: str, recordings: Mapping[str, Recording]) -> str:
 ## The law that finds it
 
 [*{bug.law.name.capitalize()}*](../conformance.md#{law_id(bug.law.name)}). The code with the bug
-breaks it. `pagetwin check` then prints the smallest input that it found:
+breaks it. {smallest}
 
-<div class="printed" markdown="1">
+<details class="note printed" markdown="1">
+<summary>{PARTS[3]}, as <code>pagetwin check</code> prints it</summary>
+
 ```text
 {recorded["printed"]}
 ```
-</div>
+{_words_of_the_headline(recorded["printed"])}
+</details>
 """
 
 
@@ -128,8 +142,13 @@ def scene_of(bug: ShownBug) -> Scene:
     return scene
 
 
-def code_of(mutant: Mutant) -> tuple[str, str]:
-    """Return the wrong and the right lines with their context, as blocks of Markdown."""
+def code_of(mutant: Mutant, is_marked: bool = True) -> tuple[str, str]:
+    """Return the wrong and the right lines with their context, as blocks of Markdown.
+
+    Args:
+        mutant: The change.
+        is_marked: If true, the changed lines are highlighted.
+    """
     right = (ROOT / mutant.file).read_text(encoding="utf-8").splitlines()
     wrong = mutant.source().splitlines()
     changes = [
@@ -140,29 +159,102 @@ def code_of(mutant: Mutant) -> tuple[str, str]:
         if change[0] != "equal"
     ]
     first, last = changes[0], changes[-1]
+    title = "with the bug" if is_marked else f"{name_of(mutant)}, with the bug"
     return (
-        _code("wrong", wrong, first[3], last[4]),
-        _code("right", right, first[1], last[2]),
+        _code(title, wrong, first[3], last[4], is_marked),
+        _code("right", right, first[1], last[2], is_marked),
     )
 
 
-def _code(title: str, lines: list[str], start: int, end: int) -> str:
-    """Return changed lines, highlighted, and some lines around them."""
-    first, last = start, end + CONTEXT
+def _code(
+    title: str, lines: list[str], start: int, end: int, is_marked: bool = True
+) -> str:
+    """Return changed lines, some lines around them, and the statements that enclose them."""
+    if start == end or not any(line.strip() for line in lines[start:end]):
+        # a line that is missing leaves no gap
+        lines, end = lines[:start] + lines[end:], start
+    first, last = start, min(end + CONTEXT, len(lines))
     while start - first < CONTEXT and not HEAD.search(lines[first - 1]):
         first -= 1
     while first < start and not lines[first].strip():
         first += 1
-    shown = textwrap.dedent("\n".join(lines[first:last])).rstrip()
-    marked = " ".join(
-        str(number) for number in range(start - first + 1, end - first + 1)
-    )
-    highlight = f' hl_lines="{marked}"' if marked else ""
+    while last > end and _is_outside(lines[last - 1], lines[first : end + 1]):
+        last -= 1
+    around = enclosing(lines, first)
+    inner = lines[first:last]
+    if _open_brackets(inner) > 0:
+        inner.append(f"{' ' * (_indent(inner[-1]) + 4)}...")
+    shown = textwrap.dedent("\n".join([*around, *inner])).rstrip()
+    before = len(around) - first + 1
+    marked = " ".join(str(number + before) for number in range(start, end))
+    highlight = f' hl_lines="{marked}"' if marked and is_marked else ""
     return f'```python title="{title}"{highlight}\n{shown}\n```'
 
 
-def place_of(mutant: Mutant) -> str:
-    """Return a sentence with the function and the file that are changed."""
+def _words_of_the_headline(printed: str) -> str:
+    """Return what the first line of a report leaves open, or nothing."""
+    first = printed.partition("\n")[0]
+    if "#" not in first and "a number" not in first:
+        return ""
+    return (
+        "\nThe first line is a headline for all inputs that fail alike, so it has # or the words"
+        ' "a number" where they differ.\n'
+    )
+
+
+def _open_brackets(lines: list[str]) -> int:
+    """Return how many brackets are opened and not closed, without those in comments."""
+    text = "\n".join(line.partition("  #")[0] for line in lines)
+    return sum(map(text.count, "([{")) - sum(map(text.count, ")]}"))
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _is_outside(line: str, others: list[str]) -> bool:
+    """Return whether a line is empty or has less indentation than all others."""
+    return not line.strip() or _indent(line) < min(
+        _indent(other) for other in others if other.strip()
+    )
+
+
+def enclosing(lines: list[str], first: int) -> list[str]:
+    """Return the signature and the statements that enclose a line, with dots for what is left out.
+
+    Args:
+        lines: A file.
+        first: Index of a line in a function.
+    """
+    found: list[str] = []
+    indent = _indent(lines[first])
+    gap = False
+    for number in range(first - 1, -1, -1):
+        line = lines[number]
+        is_head = line.strip() and (
+            _indent(line) < indent
+            or (found and BRANCH.match(found[0]) and _indent(line) == indent)
+        )
+        if not is_head:
+            gap = gap or bool(line.strip())
+            continue
+        if gap:
+            found.insert(0, f"{' ' * (_indent(line) + 4)}...")
+        indent, gap = _indent(line), False
+        if re.match(r"\s*(?:def |\) ->|\):)", line):
+            while not lines[number].lstrip().startswith("def "):
+                number -= 1
+            name = lines[number].lstrip().removeprefix("def ").partition("(")[0]
+            if not lines[number].rstrip().endswith(":"):
+                line = f"{' ' * indent}def {name}(...):"
+            found.insert(0, line)
+            break
+        found.insert(0, line)
+    return found
+
+
+def name_of(mutant: Mutant) -> str:
+    """Return the name of the function that is changed, after that of its class."""
     text = (ROOT / mutant.file).read_text(encoding="utf-8")
     line = text[: text.index(mutant.old)].count("\n") + 1
     names = [
@@ -171,7 +263,12 @@ def place_of(mutant: Mutant) -> str:
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and node.lineno <= line <= (node.end_lineno or 0)
     ]
-    return f"This is `{'.'.join(names)}` in `{mutant.file}`."
+    return ".".join(names)
+
+
+def place_of(mutant: Mutant) -> str:
+    """Return a sentence with the function and the file that are changed."""
+    return f"This is `{name_of(mutant)}` in `{mutant.file}`."
 
 
 def _threads(bug: ShownBug) -> str:

@@ -47,13 +47,13 @@ def fully_masked_row(ops: Any) -> list[Strip]:
 
 
 def zero_times_nan(ops: Any) -> list[Strip]:
-    """Sliding window 2. Slot 0 was released, and its value is NaN. All scores are 0."""
+    """Sliding window 2, all scores 0. Slot 0 was released: all elements of its value are NaN."""
     weights = paged_weights(ops, 1, [0.0] * 4, nan_in=0, sliding_window=2)[0]
     keys = [f"key {key}" for key in range(4)]
     kinds = ["off", "off", "a", "a"]
     return [
         strip("visible", ["no", "no", "yes", "yes"], kinds, keys),
-        strip("values", ["nan", 0, 1, 0], kinds, keys),
+        strip("values, element 2", ["nan", 0, 1, 0], kinds, keys),
         strip("output, element 2", weights[2:3], "a"),
     ]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from pagetwin.contract.v0.sequence_classes import SequenceAttentionMetadata
 
-from .figure import Strip, strip
+from .figure import Strip, named, strip
 
 
 def stale_padding_slots(ops: Any) -> list[Strip]:
@@ -16,7 +16,7 @@ def stale_padding_slots(ops: Any) -> list[Strip]:
     buffers.append_blocks([0, 1], [[7], [2, 5]])
     first = buffers.build([3, 1], [0, 4]).slot_mapping.tolist()
     second = buffers.build([1, 1], [3, 5], num_tokens_padded=4).slot_mapping
-    tokens = range(4)
+    tokens = [f"token {token}" for token in range(4)]
     return [
         strip("block-table row, request 0", [7], "a"),
         strip("block-table row, request 1", [2, 5], "b"),
@@ -46,7 +46,11 @@ def stale_table_tail(ops: Any) -> list[Strip]:
         )
         state.prepare_graph_input_buffers(buffers, batch)
         found = captured.block_tables[0].tolist()
-        kinds = [kind] * len(row) + ["off"] * (4 - len(row))
+        # an entry of step 1 that is left has its colour
+        kinds = [
+            kind if entry < len(row) else "a" if block else "off"
+            for entry, block in enumerate(found)
+        ]
         strips += [
             strip(f"row of the request, step {step}", row, kind),
             strip(f"row in the captured table, step {step}", found, kinds),
@@ -112,5 +116,5 @@ def evicted_block_still_known(ops: Any) -> list[Strip]:
             strip(f"block {block} holds the keys of tokens", contents[block], "b")
             for block in sorted(contents)
         ),
-        strip("blocks found for the prompt of a", found, "b"),
+        strip("found for the prompt of a", named(found), "b"),
     ]

@@ -78,7 +78,6 @@ def one_block_per_tile(ops: Any) -> list[Strip]:
     blocks = [int(number) // 4 for number in key.flatten().tolist()]
     return [
         strip("block-table row", [2, 0], "ab"),
-        strip("block of each token", blocks, ["b.a"[b] for b in blocks], range(6)),
         strip("gathered keys", key.flatten(), ["b.a"[b] for b in blocks], range(6)),
     ]
 
