@@ -12,6 +12,17 @@ from pagetwin.optimized.dispatch.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 MOST_ENTRIES = 12
+# a line of a paragraph that was meant to be an entry of a list
+GLUED = re.compile(r"<p\b[^>]*>(?:(?!</p>).)*?\n\s*[-*+] (?:(?!</p>).)*</p>", re.S)
+EXTENSIONS = (
+    "admonition attr_list md_in_html tables toc pymdownx.details pymdownx.superfences"
+)
+
+
+def glued_entries(html: str) -> list[str]:
+    """Return the paragraphs of a page that have entries of a list in them."""
+    without_code = re.sub(r"<(pre|script|style)\b.*?</\1>", "", html, flags=re.S)
+    return [found[:200] for found in GLUED.findall(without_code)]
 
 
 @pytest.fixture
@@ -82,3 +93,22 @@ def test_the_tree_of_kernels_names_every_family(source_files: Any) -> None:
         assert any(leaf.endswith(family.name) for leaf in leaves), family.name
         assert f"| `{family.name}` |" in page
     assert len(leaves) == len(FAMILIES)
+
+
+def test_no_page_has_an_entry_of_a_list_in_a_paragraph() -> None:
+    """A list that followed an indented paragraph without an empty line was one paragraph."""
+    markdown = pytest.importorskip("markdown", reason="the docs extra is not installed")
+    pytest.importorskip("pymdownx", reason="the docs extra is not installed")
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = path.read_text(encoding="utf-8")
+        html = markdown.markdown(text, extensions=EXTENSIONS.split())
+        assert not glued_entries(html), path
+    page = "- a\n\n    b\n- c\n"
+    assert glued_entries(markdown.markdown(page))
+    assert not glued_entries(markdown.markdown(page.replace("b\n", "b\n\n")))
+
+
+@pytest.mark.site
+def test_no_built_page_has_an_entry_of_a_list_in_a_paragraph(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        assert not glued_entries(path.read_text(encoding="utf-8")), path

@@ -49,13 +49,13 @@ def ways_to_reserve(requests: list[TraceRequest]) -> list[tuple[str, float]]:
     """Return the ways to reserve slots, in words, and the share that each one uses."""
     longest = longest_request(requests)
     ways: tuple[tuple[str, Callable[[int, TraceRequest], int]], ...] = (
-        (f"the longest request, {longest:,} tokens, for each", lambda n, r: longest),
+        (f"reserve {longest:,} slots for every request", lambda n, r: longest),
         (
-            "the final length of each, if it were known",
+            "reserve the final length of each request",
             lambda n, r: r.prompt_len + r.output_len,
         ),
         (
-            f"blocks of {BLOCK_SIZE} tokens, when they are needed",
+            f"add a block of {BLOCK_SIZE} slots when it is needed",
             lambda n, r: -(-n // BLOCK_SIZE) * BLOCK_SIZE,
         ),
     )

@@ -89,11 +89,16 @@ def _draw(sizes: Layout) -> Drawing:
             [f"{'ab'[r]}{p}" for r, p in batch],
             [f"{kind} mark" for kind in kinds],
         ),
-        ("positions", "not passed: they follow", [p for _, p in batch], kinds),
+        (
+            "positions",
+            "of each new token in its sequence",
+            [p for _, p in batch],
+            kinds,
+        ),
         ("slot_mapping", "where each token is written", list(slots()), kinds),
         (
             "query_start_loc",
-            "request r has rows [r] to [r + 1]",
+            "first new token of each request, and the end",
             list(starts),
             ["a", "b", "off"],
         ),

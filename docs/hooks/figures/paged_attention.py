@@ -58,8 +58,9 @@ def _draw(sizes: Layout) -> Drawing:
         sizes.width,
         sizes.height,
         "The three new tokens of request b attend to its keys. Heads have one element, so a key is"
-        " one number, and the scale is 1. The numbers are computed by pagetwin.reference when this"
-        " page is built. A bold outline: new in this step.",
+        " one number, and the scale is 1. Weights are shown with two digits; outputs are computed"
+        " from the exact weights, by pagetwin.reference when this page is built. A bold outline:"
+        " new in this step.",
         f"Request b has the row {list(ROW)} of the block table. Its five keys and values are"
         " gathered from these two blocks, in the order of its tokens. Each of three queries gets a"
         " score per key, later keys are masked, softmax turns the scores into weights, and the"
