@@ -17,16 +17,17 @@ ENGINE_DATA = "js/engine_data.js"
 def engine_code(part: str) -> str:
     """Return the lines of the example between the comments `begin` and `end` of a part."""
     text = Path(small_engine.__file__).read_text(encoding="utf-8")
-    found = text.partition(f"    # begin: {part}\n")[2].partition(
-        f"    # end: {part}\n"
+    found = re.search(
+        rf"(.*?)^( *)# begin: {part}\n(.*?)^ *# end: {part}$", text, re.S | re.M
     )
-    if not found[1]:
+    if not found:
         raise ValueError(f"small_engine.py has no part {part!r}")
-    # the class that the part is in, without its docstring
-    before = text.partition(f"    # begin: {part}\n")[0]
-    owner = re.findall(r"^class .*:$", before, re.M)[-1]
+    before, indent, code = found.groups()
+    if indent:
+        # the class that the part is in, without its docstring
+        code = re.findall(r"^class .*:$", before, re.M)[-1] + f"\n{code}"
     # it needs the names that the file imports, so it is shown and not run
-    return f"```py\n{owner}\n{found[0].rstrip()}\n```"
+    return f"```py\n{code.rstrip()}\n```"
 
 
 def engine_run() -> str:

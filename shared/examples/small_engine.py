@@ -4,7 +4,7 @@
 attention: in each layer it hands its queries, keys and values to a function, and gets attention.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import ModuleType
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..contract.scheduler_classes import Request, ScheduledRequest, SchedulerOutput
 
+# begin: types
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Attention of one layer: its number, queries, keys and values, each [tokens, heads, head_size]."""
 
@@ -24,6 +25,7 @@ class Model(Protocol):
     num_kv_heads: int
     head_size: int
     device: str
+    dtype: torch.dtype
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return logits [tokens, vocabulary] of a flat batch of tokens."""
@@ -50,6 +52,9 @@ def new_positions(part: ScheduledRequest) -> range:
     return range(first, first + part.num_scheduled_tokens)
 
 
+# end: types
+
+
 class PagedEngine:
     """Serves requests: each step computes one flat batch of new tokens of all running ones.
 
@@ -64,8 +69,9 @@ class PagedEngine:
         self.model, self.twin, self.block_size = model, twin, sizes.block_size
         blocks = twin.BlockManager(sizes.num_blocks, sizes.block_size)
         self.scheduler = twin.Scheduler(blocks, sizes.token_budget, sizes.max_running)
-        shape = *sizes[:2], model.num_kv_heads, model.head_size
-        self.caches = torch.zeros(model.num_layers, 2, *shape, device=model.device)
+        slots, heads = sizes[:2], (model.num_kv_heads, model.head_size)
+        shape = model.num_layers, 2, *slots, *heads
+        self.caches = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[SchedulerOutput]:
         for request in requests:
@@ -119,10 +125,11 @@ class ToyModel(nn.Module):
 
     # begin: model
     num_layers, num_heads, num_kv_heads, head_size = 2, 4, 2, 16
-    device = "cpu"
+    device, dtype = "cpu", torch.float32
 
-    def __init__(self, vocabulary: int = 50, max_len: int = 64) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        vocabulary, max_len = 50, 64
         torch.manual_seed(0)
         width = self.num_heads * self.head_size
         kv_width = self.num_kv_heads * self.head_size
@@ -132,6 +139,8 @@ class ToyModel(nn.Module):
             nn.Linear(width, width + 2 * kv_width) for _ in range(self.num_layers)
         )
         self.head = nn.Linear(width, vocabulary)
+        self.to(dtype)
+        self.dtype = dtype
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -147,11 +156,23 @@ class ToyModel(nn.Module):
     # end: model
 
 
-def describe(number: int, output: SchedulerOutput) -> str:
-    """Return a step in one line: what each request computes, and what happened to blocks."""
+def describe(
+    number: int, output: SchedulerOutput, in_cache: dict[Hashable, int]
+) -> str:
+    """Return a step in one line: what each request computes, and what happened to blocks.
+
+    Args:
+        number: The number of the step.
+        output: What the scheduler decided.
+        in_cache: Tokens of each request that are in the cache. Modified in place.
+    """
     words = []
+    for name in output.preempted_req_ids:
+        in_cache[name] = 0
     for part in output.scheduled_requests:
         name, new = part.request.request_id, part.num_scheduled_tokens
+        found = part.num_computed_tokens - in_cache.get(name, 0)
+        in_cache[name] = part.num_computed_tokens + new
         if part.num_recomputed_tokens:
             again = part.num_recomputed_tokens
             words.append(f"{name} recompute {again}, new {new - again}")
@@ -159,14 +180,14 @@ def describe(number: int, output: SchedulerOutput) -> str:
             words.append(f"{name} prefill {new}")
         else:
             words.append(f"{name} decode {new}")
+        if found:
+            words[-1] += f" ({found} found in the cache)"
     if output.preempted_req_ids:
         words.append(f"{', '.join(map(str, output.preempted_req_ids))} preempted")
-    cached = output.num_prefix_hit_tokens + output.num_regained_tokens
-    if cached:
-        words.append(f"{cached} tokens were in the cache")
     return f"step {number:2}  {'; '.join(words)}"
 
 
+# begin: prompts
 PROMPTS = {
     "a": (3, 1, 4, 1, 5, 9, 2, 6, 5),
     "b": (3, 1, 4, 1, 5, 9, 2, 7),
@@ -175,13 +196,15 @@ PROMPTS = {
 """Prompts of the example. The second begins like the first."""
 SIZES = Sizes(num_blocks=8, block_size=4, token_budget=8)
 MAX_TOKENS = 8
+# end: prompts
 
 
 def run_example(twin: ModuleType) -> Iterator[str]:
     """Serve the prompts with the toy model, and yield each step, then the tokens."""
     requests = [Request(name, prompt, MAX_TOKENS) for name, prompt in PROMPTS.items()]
     engine = PagedEngine(ToyModel(), twin, SIZES)
+    in_cache: dict[Hashable, int] = {}
     for number, output in enumerate(engine.generate(requests)):
-        yield describe(number, output)
+        yield describe(number, output, in_cache)
     for request in requests:
         yield f"{request.request_id}  {request.output_token_ids}"

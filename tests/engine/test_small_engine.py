@@ -19,9 +19,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def tokens_without_a_cache():
+def tokens_without_a_cache(dtype=torch.float32):
     """Return the tokens of each prompt, each computed from all tokens before it."""
-    model = ToyModel()
+    model = ToyModel(dtype)
 
     def attend(_, query, key, value):
         group = query.shape[1] // key.shape[1]
@@ -49,7 +49,21 @@ def test_the_example_preempts_finds_a_prefix_and_has_the_tokens_of_the_model(twi
     }
     text = "\n".join(steps)
     assert text.count("preempted") == 1 and "recompute" in text
-    assert "b prefill 4; c prefill 3; 4 tokens were in the cache" in text
+    assert "b prefill 4 (4 found in the cache); c prefill 3" in text
+    assert "c recompute 3, new 1 (4 found in the cache)" in text
+    assert text.count("found in the cache") == 2
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_the_cache_has_the_dtype_of_the_model(twin):
+    """It was float32, so a model in bfloat16 raised an error at its first layer."""
+    requests = [Request(name, prompt, MAX_TOKENS) for name, prompt in PROMPTS.items()]
+    engine = PagedEngine(ToyModel(torch.bfloat16), TWINS[twin].raw, SIZES)
+    for _ in engine.generate(requests):
+        pass
+    assert engine.caches.dtype == torch.bfloat16
+    found = {request.request_id: request.output_token_ids for request in requests}
+    assert found == tokens_without_a_cache(torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_blocks", [5, 6, 32])
