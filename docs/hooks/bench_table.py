@@ -116,7 +116,7 @@ def bench_kinds(folder: Path = DATA) -> str:
             continue
         best, worst = found[0], found[-1]
         lines.append(
-            f"| {kind} | {len(found)} | {best[0]:.2f}: `{best[1]}` | {worst[0]:.3f}: `{worst[1]}` |"
+            f"| {kind} | {len(found)} | {best[0]:.3f}: `{best[1]}` | {worst[0]:.3f}: `{worst[1]}` |"
             f" {worst[3]:,.1f}, {worst[4]:,.1f} ({worst[2]}) |"
         )
     return "\n".join(lines)

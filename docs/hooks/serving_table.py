@@ -63,7 +63,7 @@ def serving_table() -> str:
         count = len(ours["output_tokens_per_s"])
         cells = [model, mode, _shape(ours), str(count)]
         cells += [_range(run["output_tokens_per_s"]) for run in (theirs, ours)]
-        cells.append(f"{_speed(ours) / _speed(theirs):.2f}")
+        cells.append(f"{_speed(ours) / _speed(theirs):.3f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) if lines[2:] else NONE
 

@@ -91,7 +91,7 @@ def _draw(sizes: Layout) -> Drawing:
         ),
         (
             "positions",
-            "of each new token in its sequence",
+            "not passed: the last ones of each sequence",
             [p for _, p in batch],
             kinds,
         ),

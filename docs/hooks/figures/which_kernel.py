@@ -13,7 +13,7 @@ TREE: tuple[tuple[int, str, str], ...] = (
     (2, "all requests short", "off"),
     (3, "sm90 FP8 decode", "b"),
     (3, "portable decode", "a"),
-    (2, "a long one: the least estimate", "off"),
+    (2, "a long one: the shorter estimate", "off"),
     (3, "one launch for all requests", "off"),
     (4, "sm90 append", "b"),
     (4, "portable append", "a"),
@@ -39,8 +39,10 @@ def _draw(size: int, margin: int, step: int, width: int) -> Drawing:
     d = Drawing(
         size,
         LINE * len(TREE) + 60,
-        "From top to bottom: the first family that takes the call computes it. Orange: for Hopper"
-        " (sm90). Blue: for every chip.",
+        "From top to bottom: the first family that takes the call computes it. A call that a family"
+        " for Hopper does not take goes on to the rows below it. With a long request the time of"
+        " one launch and of two is estimated, and the shorter one runs. Orange: for Hopper (sm90)."
+        " Blue: for every chip.",
         f"A tree of conditions whose leaves are kernel families: {words}.",
     )
     for row, (depth, name, kind) in enumerate(TREE):
