@@ -107,8 +107,8 @@ def bench_kinds(folder: Path = DATA) -> str:
         f"{device}, {days}. A ratio is our time divided by that of the best other kernel that reads"
         " the same pages: below 1, pagetwin is faster.",
         "",
-        "| kind | workloads | best ratio | worst ratio | ours, other (µs) in the worst |",
-        "|---|---:|---|---|---|",
+        "| kind | count | best ratio | worst ratio, and the µs of both |",
+        "|---|---:|---|---|",
     ]
     for kind in KINDS.values():
         found = sorted(rows.get(kind, []))
@@ -116,8 +116,8 @@ def bench_kinds(folder: Path = DATA) -> str:
             continue
         best, worst = found[0], found[-1]
         lines.append(
-            f"| {kind} | {len(found)} | {best[0]:.3f}: `{best[1]}` | {worst[0]:.3f}: `{worst[1]}` |"
-            f" {worst[3]:,.1f}, {worst[4]:,.1f} ({worst[2]}) |"
+            f"| {kind} | {len(found)} | {best[0]:.3f}: `{best[1]}`"
+            f" | {worst[0]:.3f}: `{worst[1]}`, {worst[3]:,.1f} and {worst[4]:,.1f} ({worst[2]}) |"
         )
     return "\n".join(lines)
 
