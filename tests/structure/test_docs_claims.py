@@ -1,7 +1,10 @@
 """What pages and docstrings say about the code: counts, lists of files, and figures from tests."""
 
 import ast
+import importlib
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,3 +264,83 @@ def test_every_file_that_a_docstring_names_exists() -> None:
             ):
                 missing.append(f"{module}: {name}")
     assert not missing, "\n".join(missing)
+
+
+@pytest.fixture
+def hooks() -> Iterator[Any]:
+    """Return a function that imports a module of the site's hooks."""
+    sys.path.insert(0, str(DOCS / "hooks"))
+    yield importlib.import_module
+    sys.path.pop(0)
+
+
+def words_of(name: str) -> str:
+    """Return the text of a page in one line."""
+    return " ".join(page(name).split())
+
+
+def test_the_summary_of_the_extended_suite_counts_the_rows_of_its_record(
+    hooks: Any,
+) -> None:
+    """It counted rows against our own kernels as baselines of others, and 1.0003 as slower."""
+    aims: dict[str, Any] = {}
+    for run in hooks("page_data").bench_runs("bench_extended"):
+        if run["machine"]["device"] == "NVIDIA H200":
+            for workload in run["workloads"]:
+                if workload.get("aim"):
+                    aims.setdefault(workload["name"], workload["aim"])
+    own = [aim for aim in aims.values() if aim["baseline"].startswith("ours")]
+    ratios = [
+        aim["ratio"] for aim in aims.values() if not aim["baseline"].startswith("ours")
+    ]
+    ahead = sum(ratio < 0.999 for ratio in ratios)
+    slower = sum(ratio > 1.001 for ratio in ratios)
+    level = len(ratios) - ahead - slower
+    met = sum(aim["met"] for aim in aims.values())
+    shown = words_of("benchmark.md")
+    assert f"{met} of {len(aims)} aims met. Of {len(ratios)} with another" in shown
+    assert f"ahead on {ahead}, by up to" in shown
+    assert f"level within 0.1 % on {level}; slower on {slower}, by up to" in shown
+    assert f"{NUMBERS[len(own)].capitalize()} are compared with our own time" in shown
+    assert f"slower on {NUMBERS[slower]} of the extended suite" in shown
+    assert f"by up to {100 * (max(ratios) - 1):.1f} %" in shown
+
+
+def test_full_batches_reach_the_share_of_a_plain_read_that_the_record_has(
+    hooks: Any,
+) -> None:
+    run = hooks("page_data").bench_runs("bench")[0]
+    shares = {
+        workload["name"]: workload["floor_us"]
+        / workload["results"]["ours"]["median_us"]
+        for workload in run["workloads"]
+    }
+    shown = words_of("kernel_notes.md")
+    for name in ("decode-64x4k-fp8", "decode-64x4k-swa"):
+        assert re.search(rf"`{name}` reaches {100 * shares[name]:.0f} %", shown) or (
+            f"`{name}` {100 * shares[name]:.0f} %" in shown
+        )
+    for name in ("decode-64x4k", "decode-64x4k-mha", "decode-256-ragged"):
+        assert 0.90 <= shares[name] <= 0.98
+
+
+def test_pages_on_engines_say_what_their_tables_show(hooks: Any) -> None:
+    """Three ratios are below 1, of which one was shown as 1.00."""
+    table = hooks("serving_table")
+    ratios = re.findall(r"\| (\d\.\d{3}) \|$", table.serving_table(), re.M)
+    below = sum(float(ratio) < 1 for ratio in ratios)
+    assert below == 3
+    assert "`CUSTOM` is below vLLM's backend in three rows." in words_of(
+        "integrations/vllm_runs.md"
+    )
+    rows = [
+        row.split(" | ")
+        for row in table.recorded_table().splitlines()
+        if "llama-8" in row
+    ]
+    loss = [
+        f"{100 * (1 - float(row[-1].rstrip(' |'))):.1f}"
+        for row in rows
+        if row[1] == "default"
+    ]
+    assert f"{loss[0]}, {loss[1]} and {loss[2]} % less at" in words_of("recorder.md")
