@@ -27,6 +27,7 @@ from pagetwin.conformance.candidates.guard.global_modes import (
     restore_modes,
 )
 from pagetwin.conformance.running.interpreter import speed_up
+from support.log_capture import LogCapture
 from support.rank_processes import RankProcesses
 from support.twins import TWINS, Twin
 
@@ -66,6 +67,13 @@ settings.register_profile(
 settings.register_profile("cuda", settings.get_profile("ci"), max_examples=12)
 DEFAULT_PROFILE = "cuda" if torch.cuda.is_available() else "ci"
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", DEFAULT_PROFILE))
+
+
+@pytest.fixture
+def caplog() -> Iterator[LogCapture]:
+    """Capture log messages; pytest's own plugin is off (`support/log_capture.py`)."""
+    with LogCapture().attached() as capture:
+        yield capture
 
 
 @pytest.fixture(autouse=True)
