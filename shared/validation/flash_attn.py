@@ -1,5 +1,6 @@
 """What calls of flash-attn's functions may ask for: everything that a twin computes exactly."""
 
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
@@ -65,6 +66,8 @@ def check_own_rows(batch: int, cache_batch: int) -> None:
 
 def check_no_dropout(dropout_p: float, return_attn_probs: bool) -> None:
     """Raise if a call asks for dropout or for the weights."""
+    if isinstance(dropout_p, Tensor):
+        raise TypeError("dropout_p is a tensor: expected a number, which has to be 0")
     if dropout_p:
         raise NotImplementedError(
             f"dropout_p = {dropout_p}: dropout is not computed, only inference"
@@ -162,6 +165,10 @@ def check_query_starts(
 
 def check_key_count(count: int, new: int, most: int) -> None:
     """Raise if a number of keys, with those that are stored, does not fit the cache."""
+    if not isinstance(count, Integral):
+        raise TypeError(
+            f"cache_seqlens = {count!r:.60}: expected a number or an int32 tensor"
+        )
     if not 0 <= count <= most - new:
         raise ValueError(
             f"cache_seqlens = {count} and {new} new keys: expected 0 to {most} together"

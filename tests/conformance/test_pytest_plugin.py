@@ -257,6 +257,10 @@ def test_an_entry_is_about_its_adapter_or_about_all(tmp_path: Path) -> None:
     assert entries_of(entries, "xfail", "kernels.decode").keys() == {FIRST, SECOND}
     assert entries_of(entries, "xfail", "others").keys() == {FIRST}
     assert not entries_of(entries, "quarantine", "others")
+    file = tmp_path / "mine.py"
+    file.touch()
+    entry = replace(entries[1], adapter=str(tmp_path / "." / "x" / ".." / "mine.py"))
+    assert entries_of([entry], "xfail", str(file)).keys() == {SECOND}
 
 
 # ---- usage errors

@@ -248,6 +248,12 @@ def test_a_cache_is_read_with_one_length_for_all_or_whole(functions):
 TENSOR = torch.zeros(1)
 REJECTED = {
     "dropout": ("flash_attn_func", {"dropout_p": 0.1}, "dropout_p = 0.1"),
+    "dropout as a tensor": ("flash_attn_func", {"dropout_p": TENSOR}, "is a tensor"),
+    "lengths as a list": (
+        "flash_attn_with_kvcache",
+        {"cache_seqlens": [3, 3]},
+        r"\[3, 3\]: expected a number",
+    ),
     "weights": ("flash_attn_func", {"return_attn_probs": True}, "never stored"),
     "one side": ("flash_attn_func", {"window_size": (3, 5)}, r"\(3, 5\)"),
     "no pair": ("flash_attn_func", {"window_size": 3}, "expected a pair"),

@@ -1,11 +1,14 @@
 """The calling convention of flash-attn as operations: any module with its functions is checked.
 
-import my_flash_attn
-from pagetwin.conformance import FlashAttnFunctions
+An adapter is a few lines:
 
-FUNCTIONS = FlashAttnFunctions(my_flash_attn)
-SUPPORT = FUNCTIONS.support(block_sizes=[64])
-paged_attention, encoder_attention = FUNCTIONS.paged_attention, FUNCTIONS.encoder_attention
+    import my_flash_attn
+    from pagetwin.conformance import FlashAttnFunctions
+
+    FUNCTIONS = FlashAttnFunctions(my_flash_attn)
+    SUPPORT = FUNCTIONS.support(block_sizes=[64])
+    paged_attention = FUNCTIONS.paged_attention
+    encoder_attention = FUNCTIONS.encoder_attention
 """
 
 import inspect
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .families import flash_attention_like
+from .families import OPTIONS, flash_attention_like
 from .support import Support
 
 
@@ -57,14 +60,7 @@ class FlashAttnFunctions:
             changes: Fields of `Support` with other values.
         """
         taken = self.takes[self.varlen]
-        options: dict[str, Any] = {
-            "scale": None,
-            "out": None,
-            "lse": None,
-            "causal": "bool",
-            "sliding_window": None,
-            "logits_soft_cap": None,
-        }
+        options: dict[str, Any] = dict(OPTIONS)
         if "s_aux" in taken:
             options["sinks"] = None
         operations = ["paged_attention", "encoder_attention"]

@@ -82,26 +82,6 @@ def _skipped(reason: str) -> BaseException:
     return pytest.skip.Exception(reason, _use_item_location=True)
 
 
-def items_of(adapter: Adapter, parent: pytest.Collector) -> Iterator[LawItem]:
-    """Yield one item per law."""
-    for area, law in law_names():
-        yield LawItem.from_parent(
-            parent, name=law.replace(" ", "_"), area=area, law=law, adapter=adapter
-        )
-
-
-class LawFile(pytest.File):
-    """The laws of an adapter that is a file."""
-
-    def __init__(self, *, adapter: Adapter, **given: Any) -> None:
-        super().__init__(**given)
-        self.adapter = adapter
-
-    def collect(self) -> Iterator[LawItem]:
-        """Yield one item per law."""
-        return items_of(self.adapter, self)
-
-
 class LawModule(pytest.Collector):
     """The laws of an adapter that is a module or a package."""
 
@@ -111,7 +91,18 @@ class LawModule(pytest.Collector):
 
     def collect(self) -> Iterator[LawItem]:
         """Yield one item per law."""
-        return items_of(self.adapter, self)
+        for area, law in law_names():
+            yield LawItem.from_parent(
+                self,
+                name=law.replace(" ", "_"),
+                area=area,
+                law=law,
+                adapter=self.adapter,
+            )
+
+
+class LawFile(LawModule, pytest.File):
+    """The laws of an adapter that is a file."""
 
 
 def collector_of(adapter: Adapter, parent: pytest.Collector) -> pytest.Collector:

@@ -70,11 +70,15 @@ def read_entries(files: Sequence[str]) -> list[XfailEntry]:
 def entries_of(
     entries: Sequence[XfailEntry], kind: str, adapter: str
 ) -> dict[str, XfailEntry]:
-    """Return the entries of one kind about an adapter, by law."""
+    """Return the entries of one kind about an adapter, by law. Two paths may be the same file."""
     return {
         entry.law: entry
         for entry in entries
-        if entry.kind == kind and entry.adapter in (None, adapter)
+        if entry.kind == kind
+        and (
+            entry.adapter is None
+            or Path(entry.adapter).resolve() == Path(adapter).resolve()
+        )
     }
 
 

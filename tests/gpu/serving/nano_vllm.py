@@ -161,7 +161,7 @@ def serve(asked: argparse.Namespace, attention: str) -> dict[str, Any]:
         "start_s": round(started, 1),
         "seconds": seconds,
         "tokens": tokens,
-        "blocks": engine.scheduler.block_manager.blocks.__len__(),
+        "blocks": len(engine.scheduler.block_manager.blocks),
     }
 
 

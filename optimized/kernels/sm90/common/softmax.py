@@ -110,8 +110,8 @@ def online_softmax(
         USE_POLYNOMIAL: whether one exponential in eight avoids the MUFU unit.
         ROUNDS_ALIKE: whether sums name the product that they fuse, so that a row is rounded alike
             wherever this is compiled.
-        PARTS: parts of a row that are reduced before their results are. The kernels over latents
-            take 1.5 % longer with four, those of head size 256 with two.
+        PARTS: parts of a row that are reduced before their results are. Latent decodes are faster
+            with two, head size 256 with four (`docs/kernel_notes.md`).
     Returns:
         p: [WARPGROUP_M, BLOCK_N] 2 ** ((qk - m_i) * scale_log2).
         alpha: [WARPGROUP_M] factor for the accumulator and sum of earlier tiles.
