@@ -4,11 +4,12 @@ The wrapper is planned for each call, which is slow and correct. FlashInfer take
 all requests in one list instead of a table, and its log-sum-exp has base 2. It compiles its kernels
 for each dtype, head size, window and soft cap, with nvcc, for a minute or more. So the declaration
 is narrower than what FlashInfer takes: bfloat16 and head size 128. The variable
-PAGETWIN_FLASHINFER_BACKEND chooses among "auto", "fa2" and "fa3".
+PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, "fa3" or "auto".
 """
 
 import math
 import os
+from typing import NamedTuple
 
 import torch
 from pagetwin.conformance import flashinfer_like
@@ -29,7 +30,44 @@ SUPPORT = flashinfer_like(
     same_strides=(),
     alignment=None,
 )
-BACKEND = os.environ.get("PAGETWIN_FLASHINFER_BACKEND", "auto")
+BACKEND = os.environ.get("PAGETWIN_FLASHINFER_BACKEND", "fa2")
+
+
+class Listed(NamedTuple):
+    """The requests of a batch that have new tokens and keys, with their blocks in one list."""
+
+    tokens: torch.Tensor  # [their tokens] rows of the query
+    starts: torch.Tensor  # [reqs + 1] int32 first token
+    lens: torch.Tensor  # [reqs] int32 keys
+    block_starts: torch.Tensor  # [reqs + 1] int32 first block of the list
+    blocks: torch.Tensor  # [blocks] int32
+    last: torch.Tensor  # [reqs] int32 keys in the last block
+
+
+def listed(block_table, query_start_loc, seq_lens, block_size):
+    """Return the batch as FlashInfer takes it, or None if there is nothing to compute."""
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    rows = [
+        req for req in range(len(lens)) if starts[req] < starts[req + 1] and lens[req]
+    ]
+    if not rows:
+        return None
+
+    def ints(numbers):
+        return torch.tensor(numbers, dtype=torch.int32, device=block_table.device)
+
+    counts = [-(-lens[req] // block_size) for req in rows]
+    tokens = [torch.arange(starts[req], starts[req + 1]) for req in rows]
+    return Listed(
+        torch.cat(tokens).to(block_table.device),
+        ints([0, *(len(own) for own in tokens)]).cumsum(0).int(),
+        ints([lens[req] for req in rows]),
+        ints([0, *counts]).cumsum(0).int(),
+        torch.cat(
+            [block_table[req, :count] for req, count in zip(rows, counts, strict=True)]
+        ),
+        ints([(lens[req] - 1) % block_size + 1 for req in rows]),
+    )
 
 
 def paged_attention(
@@ -53,44 +91,22 @@ def paged_attention(
     out.zero_()
     if lse is not None:
         lse.fill_(-torch.inf)
-    # step: leave out requests without queries or keys
-    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
-    rows = [
-        req for req in range(len(lens)) if starts[req] < starts[req + 1] and lens[req]
-    ]
-    if not rows:
+    batch = listed(block_table, query_start_loc, seq_lens, key_cache.shape[1])
+    if batch is None:
         return out
     block_size = key_cache.shape[1]
-    counts = [-(-lens[req] // block_size) for req in rows]
-    queries = [starts[req + 1] - starts[req] for req in rows]
-    tokens = torch.cat(
-        [
-            torch.arange(starts[req], starts[req + 1], device=query.device)
-            for req in rows
-        ]
-    )
 
-    # step: plan, with the rows of the table concatenated
-    def running(numbers):
-        total = torch.tensor([0, *numbers], device=query.device).cumsum(0)
-        return total.int()
-
+    # step: plan
     wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
         torch.empty(128 << 20, dtype=torch.uint8, device=query.device),
         "NHD",
         backend=BACKEND,
     )
     wrapper.plan(
-        running(queries),
-        running(counts),
-        torch.cat(
-            [block_table[req, :count] for req, count in zip(rows, counts, strict=True)]
-        ),
-        torch.tensor(
-            [(lens[req] - 1) % block_size + 1 for req in rows],
-            dtype=torch.int32,
-            device=query.device,
-        ),
+        batch.starts,
+        batch.block_starts,
+        batch.blocks,
+        batch.last,
         query.shape[1],
         key_cache.shape[2],
         query.shape[2],
@@ -106,12 +122,12 @@ def paged_attention(
 
     # step: attend
     result, base_2 = wrapper.run(
-        query[tokens].contiguous(),
+        query[batch.tokens].contiguous(),
         (key_cache.contiguous(), value_cache.contiguous()),
         return_lse=True,
     )
-    out[tokens] = result
+    out[batch.tokens] = result
     if lse is not None:
         # [tokens, query_heads], base 2
-        lse[:, tokens] = base_2.T * math.log(2)
+        lse[:, batch.tokens] = base_2.T * math.log(2)
     return out

@@ -21,12 +21,18 @@ FAULTS = {
 }
 """Whose fault a failure may be."""
 TITLES = {
+    "cudnn_paged": "cuDNN, paged",
     "flash_attention_3_latent": "FlashAttention-3, latent decodes",
     "flash_attention_3_paged": "FlashAttention-3, paged",
     "flash_attention_paged": "FlashAttention-2, paged",
     "flash_attn_names": "pagetwin by the names of flash-attn",
-    "flashinfer_output": "FlashInfer, output alone",
-    "flashinfer_paged": "FlashInfer",
+    "flashinfer_decode": "FlashInfer, decodes",
+    "flashinfer_latent": "FlashInfer fa2, latent",
+    "flashinfer_latent_fa3": "FlashInfer fa3, latent",
+    "flashinfer_output": "FlashInfer fa2, output alone",
+    "flashinfer_paged": "FlashInfer fa2",
+    "flashinfer_paged_fa3": "FlashInfer fa3",
+    "flashinfer_xqa": "XQA, decodes",
     "flashmla_latent": "FlashMLA, latent decodes",
     "flex_compiled": "FlexAttention, compiled",
     "flex_paged": "FlexAttention, not compiled",

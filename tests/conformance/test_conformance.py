@@ -345,6 +345,10 @@ def test_an_adapter_that_runs_here_answers_what_it_declares(name, request):
     ("name", "library"),
     [
         ("flashinfer_paged", "flashinfer"),
+        ("flashinfer_decode", "flashinfer"),
+        ("flashinfer_latent", "flashinfer"),
+        ("flashinfer_xqa", "flashinfer"),
+        ("cudnn_paged", "flashinfer"),
         ("flash_attention_paged", "flash_attn"),
         ("flash_attention_3_paged", "vllm"),
         ("vllm_unified", "vllm"),

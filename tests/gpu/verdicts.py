@@ -25,13 +25,30 @@ from record import ROOT, Record, describe_machine, run_limited
 
 ADAPTERS = ROOT / "docs" / "adapters"
 TWINS = ("optimized", "reference")
+VARIANTS = {
+    "flashinfer_latent_fa3": (
+        "flashinfer_latent",
+        {"PAGETWIN_FLASHINFER_BACKEND": "fa3"},
+    ),
+    "flashinfer_paged_fa3": (
+        "flashinfer_paged",
+        {"PAGETWIN_FLASHINFER_BACKEND": "fa3"},
+    ),
+}
+"""Verdicts on another kernel of an adapter: the adapter, and variables of its environment."""
 LIBRARIES = {
+    "cudnn_paged": "nvidia-cudnn-frontend",
     "flash_attention_3_latent": "vllm",
     "flash_attention_3_paged": "vllm",
     "flash_attention_paged": "flash-attn",
     "flash_attn_names": "triton",
+    "flashinfer_decode": "flashinfer-python",
+    "flashinfer_latent": "flashinfer-python",
+    "flashinfer_latent_fa3": "flashinfer-python",
     "flashinfer_output": "flashinfer-python",
     "flashinfer_paged": "flashinfer-python",
+    "flashinfer_paged_fa3": "flashinfer-python",
+    "flashinfer_xqa": "flashinfer-python",
     "flashmla_latent": "vllm",
     "flex_compiled": "torch",
     "flex_paged": "torch",
@@ -101,7 +118,8 @@ def library_of(name: str, given: list[str]) -> str:
 def judge(name: str, asked: argparse.Namespace) -> Record:
     """Return the verdict on one implementation, from a process of its own."""
     is_twin = name in TWINS
-    implementation = name if is_twin else str(ADAPTERS / f"{name}.py")
+    adapter, environment = VARIANTS.get(name, (name, {}))
+    implementation = name if is_twin else str(ADAPTERS / f"{adapter}.py")
     lines = asked.folder / f"{name}.jsonl"
     lines.unlink(missing_ok=True)
     command = [sys.executable, __file__, str(asked.folder), "--one", implementation]
@@ -112,7 +130,8 @@ def judge(name: str, asked: argparse.Namespace) -> Record:
     command += ["--seconds-of-a-law", str(asked.seconds_of_a_law)]
     command += ["--seconds-of-a-case", str(asked.seconds_of_a_case)]
     begin = time.perf_counter()
-    code, said = run_limited(command, asked.limit + GRACE, asked.folder / f"{name}.log")
+    log = asked.folder / f"{name}.log"
+    code, said = run_limited(command, asked.limit + GRACE, log, **environment)
     verdict = summarize(lines)
     verdict = {"adapter": name, "library": library_of(name, asked.library)} | verdict
     verdict["seconds"] = round(time.perf_counter() - begin, 1)
@@ -242,7 +261,8 @@ def main() -> int:
     asked.folder.mkdir(parents=True, exist_ok=True)
     if asked.one:
         return judge_here(asked.one, asked.lines, asked)
-    names = [path.stem for path in sorted(ADAPTERS.glob("*.py"))] + [*TWINS]
+    names = [path.stem for path in sorted(ADAPTERS.glob("*.py"))]
+    names += [*VARIANTS, *TWINS]
     names = asked.adapters.split(",") if asked.adapters else names
     record = describe_machine(asked.commit, asked.device)
     settings = ("only", "examples", "limit", "seconds_of_a_law", "seconds_of_a_case")

@@ -1,0 +1,94 @@
+"""Adapter for cuDNN's attention over a paged cache, through FlashInfer's functions.
+
+cuDNN builds a graph for each shape. cuDNN aligns the causal mask and the window with the last key
+of each request. It needs the packages flashinfer-python and nvidia-cudnn-frontend.
+"""
+
+import math
+from dataclasses import replace
+
+import torch
+from flashinfer_paged import SUPPORT as WRAPPERS
+from flashinfer_paged import flashinfer, listed
+
+try:
+    import cudnn  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "this adapter needs cuDNN and a GPU: pip install nvidia-cudnn-frontend"
+    ) from error
+
+SUPPORT = replace(
+    WRAPPERS,
+    dtypes=["float16", "bfloat16"],
+    cache_dtypes=["float16", "bfloat16"],
+    head_sizes=[64, 128],
+    block_sizes=[16, 32, 64],
+    tensor_dtypes={"sinks": ["float32"]},
+    options={
+        "scale": None,
+        "out": None,
+        "lse": None,
+        "causal": "bool",
+        "sliding_window": None,
+        "sinks": None,
+    },
+)
+
+
+def paged_attention(
+    query,  # [tokens, query_heads, head_size]
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    block_table,  # [reqs, max_blocks]
+    query_start_loc,  # [reqs + 1]
+    seq_lens,  # [reqs]
+    max_query_len,
+    max_seq_len,
+    scale=None,
+    out=None,
+    lse=None,  # [query_heads, tokens] natural
+    causal=True,
+    sliding_window=None,
+    sinks=None,  # [query_heads] float32
+):
+    """Return attention of each new token over its sequence in the paged cache."""
+    out = torch.empty_like(query) if out is None else out
+    out.zero_()
+    if lse is not None:
+        lse.fill_(-torch.inf)
+    block_size = key_cache.shape[1]
+    batch = listed(block_table, query_start_loc, seq_lens, block_size)
+    if batch is None:
+        return out
+    # step: a table of the requests' own blocks, with 0 after the last one
+    counts = batch.block_starts.diff().tolist()
+    table = torch.nn.utils.rnn.pad_sequence(
+        list(batch.blocks.split(counts)), batch_first=True
+    )
+    queries = batch.starts.diff()
+
+    # step: attend
+    result, base_2 = flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache(
+        query[batch.tokens].contiguous(),
+        key_cache.transpose(1, 2),
+        value_cache.transpose(1, 2),
+        query.shape[2] ** -0.5 if scale is None else scale,
+        torch.empty(128 << 20, dtype=torch.uint8, device=query.device),
+        max_token_per_sequence=int(queries.max()),
+        max_sequence_kv=table.shape[1] * block_size,
+        actual_seq_lens_q=queries.view(-1, 1, 1, 1),
+        actual_seq_lens_kv=batch.lens.view(-1, 1, 1, 1),
+        block_tables=table.int().contiguous(),
+        causal=causal,
+        return_lse=True,
+        batch_offsets_q=batch.starts,
+        batch_offsets_o=batch.starts,
+        batch_offsets_units="tokens",
+        window_left=None if sliding_window is None else sliding_window - 1,
+        sinks=None if sinks is None else sinks.contiguous(),
+    )
+    out[batch.tokens] = result
+    if lse is not None:
+        lse[:, batch.tokens] = base_2.T * math.log(2)  # [tokens, query_heads]
+    return out
