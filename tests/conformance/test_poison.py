@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from pagetwin.conformance.base.child_process import BEGIN
 from pagetwin.conformance.base.results import Result, Status
 from pagetwin.conformance.candidates.candidate import Candidate, Support, load_candidate
 from pagetwin.conformance.cases.batches import BatchPlan, build
@@ -257,16 +258,12 @@ def test_causes_before_a_crash_are_kept(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Process:
-        """A process that writes one cause, and a part of another one."""
+        """A process that says one cause, and a part of another one."""
 
-        def __init__(self, command: Any, pass_fds: list[int], **given: Any) -> None:
-            import os
-
-            os.write(pass_fds[0], b'["a law", "its cause"]\n["b law", "it')
-
-        def communicate(self, text: str, seconds: float) -> None:
+        def communicate(self, text: str, seconds: float) -> tuple[str, None]:
             """Take the request."""
+            return f'noise\n{BEGIN}\n["a law", "its cause"]\n["b law", "it', None
 
-    monkeypatch.setattr(poison.subprocess, "Popen", Process)
+    monkeypatch.setattr(poison, "start", lambda *given: Process())
     (found,) = explain_nans("own", "cpu", [result()])
     assert found.cause == "its cause"

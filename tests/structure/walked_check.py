@@ -11,7 +11,6 @@ floors of callers and functions.
 import contextlib
 import io
 import json
-import os
 import sys
 import threading
 from functools import cache
@@ -88,8 +87,7 @@ def main() -> None:
     jobs = {"implementation": "reference", "device": "cpu"}, {"law": LAW, "examples": 1}
     sys.stdin = io.StringIO("\n".join(map(json.dumps, jobs)))
     walk.is_ended = False
-    with Path(os.devnull).open("w") as pipe:
-        worker_process.main(os.dup(pipe.fileno()))
+    worker_process.main(lambda line: None)
     sys.setprofile(None)
     print(json.dumps([list(walk.modules.items()), sorted(walk.calls)]))
 

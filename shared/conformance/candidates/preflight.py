@@ -13,10 +13,11 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from pathlib import Path
 
+from ..base.child_process import lines_of, start
 from .file_formats import find_format
 from .first_imports import first_imports, is_found
 
@@ -45,29 +46,15 @@ def check_can_run(implementation: str, device: str | None) -> str:
     _check_exists(implementation)
     _check_source(implementation)
     _check_name_of_device(device)
-    ours, theirs = os.pipe()
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(folder or "." for folder in sys.path)
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import main; main({theirs})"],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs],
-            env=environment,
-            text=True,
-        )
-        os.close(theirs)
+        process = start(__name__, None, output)
         try:
-            process.communicate(json.dumps([implementation, device]), SECONDS)
+            said, _ = process.communicate(json.dumps([implementation, device]), SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
-        with os.fdopen(ours) as pipe:
-            said = pipe.read()
-        if said:
-            kind, sentence = json.loads(said)  # without a kind, the device
+            said, _ = process.communicate()
+        for line in lines_of(iter(said.splitlines(True))):
+            kind, sentence = json.loads(line)  # without a kind, the device
             if kind:
                 raise (ValueError if kind == "ValueError" else ImportError)(sentence)
             return str(sentence)
@@ -79,20 +66,19 @@ def check_can_run(implementation: str, device: str | None) -> str:
     )
 
 
-def main(pipe: int) -> None:
-    """Import the implementation that standard input names, and write the error to a pipe.
+def main(say: Callable[[str], None]) -> None:
+    """Import the implementation that standard input names, and say the error.
 
     The process ends here: an orderly end of one that imported torch takes a quarter of a second.
     """
     implementation, device = json.loads(sys.stdin.read())
-    with os.fdopen(pipe, "w") as lines:
-        try:
-            chosen = choose_device(device)
-            _load(implementation, chosen)
-        except Exception as error:
-            json.dump([type(error).__name__, str(error)], lines)
-        else:
-            json.dump(["", chosen], lines)
+    try:
+        chosen = choose_device(device)
+        _load(implementation, chosen)
+    except Exception as error:
+        say(json.dumps([type(error).__name__, str(error)]))
+    else:
+        say(json.dumps(["", chosen]))
     os._exit(0)
 
 

@@ -6,7 +6,6 @@ output NaN. The search runs in a process of its own, because the kernel under te
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...contract.operations import load_implementation
+from ..base.child_process import lines_of, start
 from ..base.results import (
     AROUND,
     AROUND_QUERY,
@@ -82,16 +82,13 @@ def explain_nan(law: Law, setting: Setting, case: str) -> str:
     return "" if call is None else call.cause()
 
 
-def main(pipe: int) -> None:
+def main(say: Callable[[str], None]) -> None:
     """Search for the causes of the failures that standard input lists."""
     request = json.loads(sys.stdin.read())
     setting = make_setting(load_candidate(request["implementation"]), request["device"])
     torch.set_num_threads(1)
-    with os.fdopen(pipe, "w") as lines:
-        for name, case in request["failures"]:
-            cause = explain_nan(find_law(name), setting, case)
-            lines.write(json.dumps([name, cause]) + "\n")
-            lines.flush()
+    for name, case in request["failures"]:
+        say(json.dumps([name, explain_nan(find_law(name), setting, case)]))
 
 
 def _is_nan(result: Result) -> bool:
@@ -103,33 +100,18 @@ def _search(
     implementation: str, device: str, failures: Sequence[Result], seconds: float
 ) -> dict[str, str]:
     """Return the causes that were found before a crash or the time limit, by law."""
-    ours, theirs = os.pipe()
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join(folder or "." for folder in sys.path)
-    if device == "cpu":
-        environment.setdefault("TRITON_INTERPRET", "1")
-    process = subprocess.Popen(
-        [sys.executable, "-c", f"from {__name__} import main; main({theirs})"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[theirs],
-        env=environment,
-        text=True,
-    )
-    os.close(theirs)
+    process = start(__name__, device, subprocess.DEVNULL)
     request = {
         "implementation": implementation,
         "device": device,
         "failures": [(failure.law, failure.case) for failure in failures],
     }
     try:
-        process.communicate(json.dumps(request), seconds)
+        said, _ = process.communicate(json.dumps(request), seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-    with os.fdopen(ours) as pipe:
-        return dict(json.loads(line) for line in pipe if line.endswith("\n"))
+        said, _ = process.communicate()
+    return dict(json.loads(line) for line in lines_of(iter(said.splitlines(True))))
 
 
 def _last_call(law: Law, setting: Setting, case: str) -> "_Call | None":

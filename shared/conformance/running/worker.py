@@ -1,9 +1,8 @@
 """Worker: a separate process that tries laws, so that a fatal error does not end the caller.
 
-The process reads jobs from its standard input, one line of JSON per job. It writes each case
-before it is tried, each failure before it is made smaller, and the result of the law, to another
-pipe. If the process ends early, the caller therefore knows the input that caused it, and no failure
-is lost.
+The process reads jobs from its standard input, one line of JSON per job. It says each case before
+it is tried, each failure before it is made smaller, and the result of the law. If the process ends
+early, the caller therefore knows the input that caused it, and no failure is lost.
 
 A crash, a CUDA error after which no call succeeds, a case that does not end and a failed allocation
 are fatal: the process is ended. Unless it was the first call of the process, the law is then tried
@@ -18,11 +17,9 @@ what held until then. If that takes too long, the process is ended.
 import json
 import math
 import os
+import queue
 import re
-import select
-import signal
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -30,10 +27,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+from ..base.child_process import lines_of, start
 from ..base.results import Result, Status, unfinished
-from .gpus import VISIBLE, gpus_of_workers
+from .gpus import gpus_of_workers
 
 PROCESS = f"{__package__}.worker_process"
 """The module that the process runs."""
@@ -47,6 +46,8 @@ SECONDS_OF_A_CASE = 120.0
 """Time limit of a case, compilation included. A case that takes longer hangs."""
 SUITE = f"{Path(__file__).parents[1]}{os.sep}"
 """The folder of the suite."""
+SIGKILL = 9
+"""The signal that ends a process if memory runs out. Windows has no name for it."""
 PYTHON = sysconfig.get_path("stdlib")
 PACKAGES = {"site-packages", "dist-packages"}
 """Folders in PYTHON whose modules do not belong to it."""
@@ -154,30 +155,14 @@ class Worker:
         """
         if self._process is not None:
             return
-        ours, theirs = os.pipe()
-        environment = dict(os.environ)
-        # the process finds the same modules, including those of a test's own folder
-        environment["PYTHONPATH"] = os.pathsep.join(
-            folder or "." for folder in sys.path
-        )
-        if self.device == "cpu":
-            environment.setdefault("TRITON_INTERPRET", "1")
-        if self.gpu is not None:
-            environment[VISIBLE] = self.gpu
         # the file is closed in `stop`
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {PROCESS} import main; main({theirs})"],
-            stdin=subprocess.PIPE,
-            stdout=self._said,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs],
-            env=environment,
-            text=True,
+        self._process = start(PROCESS, self.device, self._said, self.gpu)
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        reader = Thread(
+            target=_read, args=(self._process.stdout, self._lines), daemon=True
         )
-        os.close(theirs)
-        self._lines = os.fdopen(ours, "rb", buffering=0)
-        self._unread = b""
+        reader.start()
         self._is_ending = False
         # a single visible GPU has the number 0 in the process
         device = self.device if self.gpu is None else "cuda"
@@ -316,7 +301,6 @@ class Worker:
         assert process.stdin is not None
         with _ignore_broken_pipe():
             process.stdin.close()
-        self._lines.close()
         self._said.close()
 
     def _send(self, words: dict[str, Any]) -> None:
@@ -327,17 +311,13 @@ class Worker:
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """Return the next message, or None if the process has ended or the time is over."""
-        while b"\n" not in self._unread:
-            left = deadline - time.monotonic()
-            ready, _, _ = select.select([self._lines], [], [], max(left, 0))
-            if not ready:
-                return None
-            more = self._lines.read(1 << 16)
-            if not more:
-                self._is_ending = True
-                return None
-            self._unread += more
-        line, _, self._unread = self._unread.partition(b"\n")
+        try:
+            line = self._lines.get(timeout=max(deadline - time.monotonic(), 0))
+        except queue.Empty:
+            return None
+        if line is None:
+            self._is_ending = True
+            return None
         found: dict[str, Any] = json.loads(line)
         return found
 
@@ -352,7 +332,7 @@ class Worker:
             code = self._process.wait(SECONDS_TO_END if self._is_ending else 1)
         except subprocess.TimeoutExpired:
             return Status.HANGS, f"it took more than {seconds:g} seconds"
-        if code == -signal.SIGKILL:
+        if code == -SIGKILL:
             killed = "the process was killed, as the system does if memory runs out"
             return Status.OUT_OF_MEMORY, killed
         self._said.seek(0)
@@ -382,6 +362,13 @@ def _line_of_kernel(traceback: list[str]) -> str:
         if not (is_of_python or folders & {"triton", "torch", "numpy"}):
             return f", at line {number} of {Path(file).name}, in {function}"
     return ""
+
+
+def _read(said: Iterator[str], lines: "queue.SimpleQueue[str | None]") -> None:
+    """Pass the lines of a process on, then None. It runs in a thread until the process ends."""
+    for line in lines_of(said):
+        lines.put(line)
+    lines.put(None)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The loop of a worker process: jobs from standard input, results to a pipe, one JSON per line.
+"""The loop of a worker process: jobs from standard input, results on its output, one JSON per line.
 
 After a fatal error the process ends by itself, because it could not judge anything else.
 """
@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,109 +18,107 @@ if TYPE_CHECKING:
     from ..candidates.setting import Setting
 
 
-def main(pipe: int) -> None:
+def main(write: Callable[[str], None]) -> None:
     """Run jobs from standard input until it ends.
 
     Args:
-        pipe: File descriptor to which cases and results are written.
+        write: Says a line: cases and results.
     """
     import faulthandler
 
     faulthandler.enable()
-    with os.fdopen(pipe, "w") as lines:
 
-        def say(**words: Any) -> None:
-            lines.write(json.dumps(words) + "\n")
-            lines.flush()
+    def say(**words: Any) -> None:
+        write(json.dumps(words))
 
-        first = json.loads(sys.stdin.readline())
-        try:
-            from ..candidates.candidate import load_candidate
-            from .screening import screen
-            from .trial import make_setting, result_without_cases, try_case, try_law
+    first = json.loads(sys.stdin.readline())
+    try:
+        from ..candidates.candidate import load_candidate
+        from .screening import screen
+        from .trial import make_setting, result_without_cases, try_case, try_law
 
-            candidate = load_candidate(first["implementation"])
-            setting = make_setting(candidate, first["device"])
-            if why := candidate.support.why_not_device(setting.device):
-                raise ValueError(f"{candidate.name} does not support {why}")
-        except Exception as error:
-            say(kind=type(error).__name__, error=str(error))
-            return
-        import torch
+        candidate = load_candidate(first["implementation"])
+        setting = make_setting(candidate, first["device"])
+        if why := candidate.support.why_not_device(setting.device):
+            raise ValueError(f"{candidate.name} does not support {why}")
+    except Exception as error:
+        say(kind=type(error).__name__, error=str(error))
+        return
+    import torch
 
-        from ..base.support import Support
-        from ..candidates.fatal import is_context_lost
-        from ..laws.all_laws import ALL_LAWS
+    from ..base.support import Support
+    from ..candidates.fatal import is_context_lost
+    from ..laws.all_laws import ALL_LAWS
 
-        torch.set_num_threads(1)
-        if first["device"] == "cpu" and "triton" in sys.modules:
-            from ...engine.triton_versions import repair_loaded_interpreter
-            from .interpreter import speed_up
+    torch.set_num_threads(1)
+    if first["device"] == "cpu" and "triton" in sys.modules:
+        from ...engine.triton_versions import repair_loaded_interpreter
+        from .interpreter import speed_up
 
-            # this imports the interpreter, which kernels that are defined later use
-            speed_up()
-            repair_loaded_interpreter()
-        by_name = {law.name: law for law in ALL_LAWS}
-        known = (result_without_cases(law, setting.candidate) for law in ALL_LAWS)
-        say(
-            promises=list(candidate.support.rejects or ()),
-            needs={law.name: law.needs for law in ALL_LAWS},
-            known=[
-                asdict(result) | {"status": result.status.value}
-                for result in known
-                if result
-            ],
+        # this imports the interpreter, which kernels that are defined later use
+        speed_up()
+        repair_loaded_interpreter()
+    by_name = {law.name: law for law in ALL_LAWS}
+    known = (result_without_cases(law, setting.candidate) for law in ALL_LAWS)
+    say(
+        promises=list(candidate.support.rejects or ()),
+        needs={law.name: law.needs for law in ALL_LAWS},
+        known=[
+            asdict(result) | {"status": result.status.value}
+            for result in known
+            if result
+        ],
+    )
+    for line in sys.stdin:
+        job = Job(**json.loads(line))
+        law = by_name[job.law]
+        seconds = math.inf if job.seconds is None else job.seconds
+
+        def at(case: str, held: int) -> None:
+            say(case=case, calls=setting.candidate.calls, held=held)
+
+        def fail(failure: "Result") -> None:
+            say(failure=asdict(failure) | {"status": failure.status.value})
+
+        own = setting
+        if job.outside:
+            own = replace(setting, candidate=setting.candidate.outside())
+        if job.probe is not None:
+            probed = setting.candidate.with_support(Support(**job.probe))
+            own = replace(setting, candidate=probed)
+        if job.signature is not None and job.case is None:
+            drawn = (job.signature, job.seed, job.examples)
+            waits = job.waits_for_each
+            result = screen(law, own, *drawn, at, seconds, waits, fail)
+        elif job.case is None:
+            result = try_law(
+                law,
+                own,
+                job.seed,
+                job.examples,
+                at,
+                job.listed,
+                seconds,
+                fail,
+                job.signatures,
+            )
+        else:
+            is_exact = job.is_measured or job.probe is not None
+            left = seconds if job.makes_smaller else 0.0
+            result = try_case(law, own, job.case, at, is_exact, left, fail)
+        if job.is_measured and job.case is not None:
+            result = measured(result, own, job.case)
+        is_last = result.status in FATAL or (
+            not result.ok and is_context_lost(setting.device)
         )
-        for line in sys.stdin:
-            job = Job(**json.loads(line))
-            law = by_name[job.law]
-            seconds = math.inf if job.seconds is None else job.seconds
-
-            def at(case: str, held: int) -> None:
-                say(case=case, calls=setting.candidate.calls, held=held)
-
-            def fail(failure: "Result") -> None:
-                say(failure=asdict(failure) | {"status": failure.status.value})
-
-            own = setting
-            if job.outside:
-                own = replace(setting, candidate=setting.candidate.outside())
-            if job.probe is not None:
-                probed = setting.candidate.with_support(Support(**job.probe))
-                own = replace(setting, candidate=probed)
-            if job.signature is not None and job.case is None:
-                drawn = (job.signature, job.seed, job.examples)
-                waits = job.waits_for_each
-                result = screen(law, own, *drawn, at, seconds, waits, fail)
-            elif job.case is None:
-                result = try_law(
-                    law,
-                    own,
-                    job.seed,
-                    job.examples,
-                    at,
-                    job.listed,
-                    seconds,
-                    fail,
-                    job.signatures,
-                )
-            else:
-                is_exact = job.is_measured or job.probe is not None
-                left = seconds if job.makes_smaller else 0.0
-                result = try_case(law, own, job.case, at, is_exact, left, fail)
-            if job.is_measured and job.case is not None:
-                result = measured(result, own, job.case)
-            is_last = result.status in FATAL or (
-                not result.ok and is_context_lost(setting.device)
-            )
-            say(
-                result=asdict(result) | {"status": result.status.value},
-                is_last=is_last,
-                calls=setting.candidate.calls,
-            )
-            if is_last:
-                # an orderly end would raise once more, or wait for a kernel
-                os._exit(0)
+        say(
+            result=asdict(result) | {"status": result.status.value},
+            is_last=is_last,
+            calls=setting.candidate.calls,
+        )
+        if is_last:
+            # an orderly end would raise once more, or wait for a kernel
+            os._exit(0)
 
 
 def measured(result: "Result", setting: "Setting", case: str) -> "Result":

@@ -4,13 +4,15 @@ A kernel that reads past the end of a tensor usually reads other memory of its p
 makes that read an error: a segmentation fault on a CPU, an illegal memory access on a CUDA device.
 Both end the worker process, and the law is reported as crashed on that input.
 
-On a CPU the page is protected (`mprotect`). On a CUDA device addresses are reserved for the memory
-and its guard, and only the memory is mapped (`cuMemAddressReserve`, `cuMemMap` of the driver).
+On a CPU the page is protected (`mprotect`), which Windows does otherwise: laws that need it are
+not tried there. On a CUDA device addresses are reserved for the memory and its guard, and only the
+memory is mapped (`cuMemAddressReserve`, `cuMemMap` of the driver).
 """
 
 import ctypes
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -19,7 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.support import OutsideSupport
+
 PAGE = mmap.PAGESIZE
+CAN_PROTECT = os.name != "nt"
+"""Whether the system has `mprotect`."""
 TYPES = {torch.uint8: "|u1", torch.int32: "<i4", torch.int64: "<i8"}
 """Element types of guarded rows, as the array interface spells them."""
 
@@ -35,6 +41,7 @@ def guarded(tensor: Tensor) -> Tensor:
 
     Raises:
         OSError: The system does not protect the page.
+        OutsideSupport: The tensor is on a CPU, and the system is Windows.
         RuntimeError: The CUDA driver reports an error.
     """
     if tensor.device.type not in ("cpu", "cuda") or not tensor.numel():
@@ -56,7 +63,7 @@ def guarded_rows(rows: Tensor, used: int) -> Tensor:
         used: Number of entries of each row that may be read. At least 1.
 
     Raises:
-        OSError, RuntimeError: As in `guarded`.
+        OSError, OutsideSupport, RuntimeError: As in `guarded`.
     """
     size, (count, columns) = rows.element_size(), rows.shape
     if columns * size > PAGE:
@@ -94,6 +101,8 @@ def _bytes_before_guards(num_bytes: int, count: int, device: torch.device) -> Te
     room = math.ceil(num_bytes / page) * page
     if device.type == "cuda":
         return _Mapped(room, 1, device).tensor(0, (room,), (1,), torch.uint8)
+    if not CAN_PROTECT:
+        raise OutsideSupport("memory that ends at a guard page, on Windows")
     step = room + page
     memory = torch.frombuffer(mmap.mmap(-1, count * step), dtype=torch.uint8)
     protect = ctypes.CDLL(None, use_errno=True).mprotect
