@@ -98,6 +98,22 @@ def required(project: dict[str, Any]) -> list[str]:
     return lines
 
 
+def test_ci_runs_each_declared_python_and_each_system() -> None:
+    yaml = pytest.importorskip("yaml", reason="the docs extra is not installed")
+    text = (ROOT / ".github/workflows/ci.yml").read_text("utf-8")
+    jobs = {
+        name: job["strategy"]["matrix"]
+        for name, job in yaml.safe_load(text)["jobs"].items()
+        if "strategy" in job
+    }
+    places = jobs["platforms"]["include"]
+    systems = {place["os"].partition("-")[0] for place in places}
+    assert systems == {"macos", "windows", "ubuntu"}
+    assert any(place["os"].endswith("-arm") for place in places)
+    pythons = {*jobs["tests"]["python"], *(place["python"] for place in places)}
+    assert pythons == {corner.python for corner in CORNERS}
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("torch", "triton"), [("2.9.1", "3.5.1"), ("2.16.0", "3.10.0")]
