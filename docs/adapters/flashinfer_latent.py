@@ -2,7 +2,7 @@
 
 The wrapper is planned for each call. It has latents of 512 elements and rope keys of 64: narrower
 ones are placed in their first columns, and the other columns are 0. The variable
-PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, "fa3" or "auto".
+PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, or "fa3".
 """
 
 import math

@@ -4,11 +4,13 @@ The wrapper is planned for each call, which is slow and correct. FlashInfer take
 all requests in one list instead of a table, and its log-sum-exp has base 2. It compiles its kernels
 for each dtype, head size, window and soft cap, with nvcc, for a minute or more. So the declaration
 is narrower than what FlashInfer takes: bfloat16 and head size 128. The variable
-PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, "fa3" or "auto".
+PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, or "fa3". PAGETWIN_FLASHINFER_LEFT_OUT names options
+that are not declared, such as "logits_soft_cap sliding_window", since each has kernels of its own.
 """
 
 import math
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,17 @@ SUPPORT = flashinfer_like(
     alignment=None,
 )
 BACKEND = os.environ.get("PAGETWIN_FLASHINFER_BACKEND", "fa2")
+LEFT_OUT = os.environ.get("PAGETWIN_FLASHINFER_LEFT_OUT", "").split()
+if LEFT_OUT:
+    SUPPORT = replace(
+        SUPPORT,
+        options={
+            name: values
+            for name, values in SUPPORT.options.items()
+            if name not in LEFT_OUT
+        },
+        never_together=() if "sliding_window" in LEFT_OUT else SUPPORT.never_together,
+    )
 
 
 class Listed(NamedTuple):

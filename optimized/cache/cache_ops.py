@@ -168,6 +168,8 @@ def _lower_measured_write(
     tiles = [triton.next_power_of_2(size) for size in (head_size, value_head_size)]
     tokens = choose_tokens(min(max(tiles), ELEMENTS_PER_WRITE))
     grid = (triton.cdiv(count, tokens), kv_heads)
+    name = find_format(key_cache.dtype, k_scale).name
+    key_cache, value_cache = as_bits(key_cache, value_cache)
     arguments = (
         NewTokens(key, *key.stride()),
         NewTokens(value, *value.stride()),
@@ -180,7 +182,7 @@ def _lower_measured_write(
         block_size,
         head_size,
         value_head_size,
-        find_format(key_cache.dtype, k_scale).name,
+        name,
         tokens,
         *tiles,
     )

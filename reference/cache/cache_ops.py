@@ -4,7 +4,7 @@ A step first writes the keys and values of its new tokens to their slots. Attent
 whole sequences through the block table. Whole blocks are copied when two sequences that share a
 block diverge, and swapped to the host when device memory runs out. A quantized cache stores codes
 of eight bits, which readers multiply by a scale (formats/). The scales of an FP8 cache are given.
-In the format int8_per_token_head each write measures a scale per token and head.
+In the formats with a scale per token and head each write measures it.
 """
 
 from collections.abc import Sequence

@@ -114,6 +114,12 @@ FORMATS = {
             dtype=torch.int8,
             scales=(ScaleAxes.TOKEN_HEAD,),
         ),
+        CacheFormat(
+            name="fp8_per_token_head",
+            file="fp8_per_token_head",
+            dtype=torch.float8_e4m3fn,
+            scales=(ScaleAxes.TOKEN_HEAD,),
+        ),
     )
 }
 """All formats by name."""
@@ -153,7 +159,7 @@ def find_format(dtype: torch.dtype, scale: Tensor | float | None = None) -> Cach
 CACHE_DTYPE_NAMES = {
     name: form.dtype
     for form in FORMATS.values()
-    if form.dtype is not None and form.dtype in TENSOR_SCALE_DTYPES
+    if form.dtype is not None and ScaleAxes.TENSOR in form.scales
     for name in (*form.aliases, form.name)
 }
 """vLLM's names of quantized caches whose scales a layer has."""

@@ -10,6 +10,7 @@ from ..contract.attention_options import (
     AttentionOptions,
     unpack_options,
 )
+from ..contract.cache_formats import find_format
 from .formats import check_format_scale
 from .option import OptionCall
 from .options import OPTIONS
@@ -45,7 +46,14 @@ def check_options(
 def check_cache_scales(
     options: AttentionOptions, key_cache: Tensor, contents: bool
 ) -> None:
-    """Raise if the scales of a cache do not fit its format."""
+    """Raise if the scales of a cache do not fit its format, or are those of two formats."""
+    scales = (options.k_scale, options.v_scale)
+    forms = [find_format(key_cache.dtype, scale) for scale in scales]
+    if None not in scales and forms[0] is not forms[1]:
+        raise ValueError(
+            f"k_scale belongs to the format {forms[0].name} and v_scale to {forms[1].name}:"
+            " expected one format, since keys and values have the same"
+        )
     for name in ("k_scale", "v_scale"):
         check_format_scale(name, getattr(options, name), key_cache, contents)
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import triton
 from pagetwin.contract.attention_options import pack_options
-from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
+from pagetwin.contract.cache_formats import FORMATS, TENSOR_SCALE_DTYPES
 from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -72,6 +72,10 @@ ONLY_FOR_ONE_CHIP = (
 # not
 DECODES = {"decode": 12, "few decodes": 2}
 Launch = tuple[str, JITFunction, dict[str, Any], dict[str, int]]
+PER_TOKEN_HEAD = {
+    name: form.dtype for name, form in FORMATS.items() if form.is_measured
+}
+"""Dtypes of codes with a scale per token and head, by format."""
 
 
 def pretend(chip: int, launches: list[Any]) -> None:
@@ -223,13 +227,14 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                     q, 4096, 128, torch.bfloat16, r, **o
                 ),
             )
-        codes = slot_scales(256) | {"cache_dtype": torch.int8}
-        yield (
-            f"{kind}, int8_per_token_head cache",
-            lambda q=query_len, r=reqs, o=codes: run_attention(
-                q, 4096, 128, torch.bfloat16, r, **o
-            ),
-        )
+        for name, dtype in PER_TOKEN_HEAD.items():
+            codes = slot_scales(256) | {"cache_dtype": dtype}
+            yield (
+                f"{kind}, {name} cache",
+                lambda q=query_len, r=reqs, o=codes: run_attention(
+                    q, 4096, 128, torch.bfloat16, r, **o
+                ),
+            )
         latent = {"heads": (16, 1), "value_size": 512}
         # one kv head: so many requests that few decodes are none of them
         latent_reqs = 180 if kind == "decode" else 4
@@ -297,12 +302,13 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             99, 99, 128, torch.bfloat16, cache_dtype=torch.int8, **slot_scales(7)
         ),
     )
-    yield (
-        "append, int8_per_token_head cache",
-        lambda: run_attention(
-            16, 16384, 128, torch.bfloat16, cache_dtype=torch.int8, **slot_scales(1024)
-        ),
-    )
+    for name, dtype in PER_TOKEN_HEAD.items():
+        yield (
+            f"append, {name} cache",
+            lambda d=dtype: run_attention(
+                16, 16384, 128, torch.bfloat16, cache_dtype=d, **slot_scales(1024)
+            ),
+        )
     for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
         yield (
             f"prefill, batch invariant, {kind}",
@@ -370,19 +376,21 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             0.5,
         ),
     )
-    codes, scales = cache.to(torch.int8), slot_scales(16)
-    yield (
-        "write, int8_per_token_head 8x128",
-        lambda: twin.reshape_and_cache(
-            ones, ones, codes[0], codes[1], torch.arange(64), **scales
-        ),
-    )
-    yield (
-        "gather, int8_per_token_head 8x128",
-        lambda: twin.gather_cache(
-            codes[0], codes[1], table, starts, 64, dtype=torch.bfloat16, **scales
-        ),
-    )
+    scales = slot_scales(16)
+    for name, dtype in PER_TOKEN_HEAD.items():
+        codes = cache.to(dtype)
+        yield (
+            f"write, {name} 8x128",
+            lambda c=codes: twin.reshape_and_cache(
+                ones, ones, c[0], c[1], torch.arange(64), **scales
+            ),
+        )
+        yield (
+            f"gather, {name} 8x128",
+            lambda c=codes: twin.gather_cache(
+                c[0], c[1], table, starts, 64, dtype=torch.bfloat16, **scales
+            ),
+        )
     yield (
         "gather, e5m2 8x128",
         lambda: twin.gather_cache(

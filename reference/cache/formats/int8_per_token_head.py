@@ -32,15 +32,19 @@ def store(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
         (tensor([[127,  -3,   0]], dtype=torch.int8), tensor([1.]))
     """
     numbers = numbers.float()
-    largest = numbers.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
     # on a GPU torch divides by a Python number by multiplying with its inverse, so use a tensor
     divisor = torch.tensor(127.0, device=numbers.device)
-    measured = (largest / divisor).clamp(min=SMALLEST_SCALE)  # [..., heads]
+    measured = (largest_size(numbers) / divisor).clamp(min=SMALLEST_SCALE)
     quotient = numbers * (1 / measured)[..., None]
     away = quotient + torch.where(quotient >= 0, 0.5, -0.5)
     # infinity * 0 is NaN
     codes = away.nan_to_num(nan=-128.0).clamp(-128, 127).trunc()
     return codes.to(dtype), measured
+
+
+def largest_size(numbers: Tensor) -> Tensor:
+    """Return the largest absolute value of each row, without NaN: [..., heads]."""
+    return numbers.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
 
 
 def load(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

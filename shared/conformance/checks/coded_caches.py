@@ -19,7 +19,7 @@ from ..oracles.cache_formats import RULES, encode_by_hand
 from .canaries import copy_of, expect_memory
 
 CODED = tuple(form for name, form in FORMATS.items() if name in RULES)
-"""Formats of codes that are not FP8 numbers."""
+"""Formats that have a rule of their own."""
 PAGES = ("pages by slot", "pages by head")
 """Orders of pages that hold codes and scales."""
 APART = "apart"

@@ -1,4 +1,4 @@
-"""Laws of cache formats whose codes are not FP8 numbers: writes, gathers, and attention over them.
+"""Laws of cache formats with a scale per token and head: writes, gathers, and attention over them.
 
 Codes and scales are compared bit for bit with the rule of the format (`oracles/cache_formats.py`).
 Attention is compared with the exact result over the numbers that the codes mean.
@@ -289,7 +289,7 @@ def wrong_scales_of_codes_are_rejected(setting: Setting, what: str) -> None:
 SIZES = CacheSizes(3, 4, 2, 8, 8, torch.int8)
 WRONG_WRITES: dict[str, Callable[[CodedCache], dict[str, Any]]] = {
     "codes without scales": lambda cache: {"k_scale": None, "v_scale": None},
-    "one number for all": lambda cache: {"k_scale": 0.5, "v_scale": 0.5},
+    "one number for all keys": lambda cache: {"k_scale": 0.5},
     "scales of one head": lambda cache: {"k_scale": cache.k_scale[..., :1]},
     "codes for numbers": lambda cache: {
         "key": torch.ones(2, 2, 8, dtype=torch.int8, device=cache.key.device)

@@ -29,8 +29,28 @@ def int8_per_token_head(rows: Rows, scale: Any) -> tuple[Rows, Rows]:
     return codes.astype(np.int8), scales
 
 
-RULES: dict[str, Rule] = {"int8_per_token_head": int8_per_token_head}
-"""The rule of each format whose codes are not FP8 numbers."""
+def fp8_per_token_head(rows: Rows, scale: Any) -> tuple[Rows, Rows]:
+    """Return codes as bytes, and scales; the scale is not read."""
+    sizes = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
+    scales = np.maximum(sizes.max(-1) / np.float32(448), np.float32(1e-6))
+    with np.errstate(invalid="ignore"):
+        quotients = rows * (np.float32(1) / scales)[..., None]
+    quotients = np.where(np.isfinite(quotients), quotients, np.float32(-448))
+    sizes = np.minimum(np.abs(quotients), np.float32(448)).astype(np.float64)
+    # codes of one power of two are an eighth of it apart; below 2^-6 they are 2^-9 apart
+    powers = np.exp2(np.floor(np.log2(np.maximum(sizes, 2.0**-6))))
+    steps = np.rint(sizes / (powers / 8))  # half to even
+    exponents = np.log2(powers).astype(np.int64) + 7
+    # a subnormal has the exponent bits of 0; 16 steps are the next power of two
+    codes = np.where(sizes < 2.0**-6, steps, exponents * 8 + steps - 8)
+    return (codes + 128 * np.signbit(quotients)).astype(np.uint8), scales
+
+
+RULES: dict[str, Rule] = {
+    "int8_per_token_head": int8_per_token_head,
+    "fp8_per_token_head": fp8_per_token_head,
+}
+"""The rule of each format with a scale per token and head."""
 
 
 def encode_by_hand(

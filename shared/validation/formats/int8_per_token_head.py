@@ -1,4 +1,4 @@
-"""Validation of the scales of an int8 cache: one per token and head."""
+"""Validation of scales that a write measures: one per token and head."""
 
 import torch
 from torch import Tensor

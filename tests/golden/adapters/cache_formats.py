@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.contract.cache_formats import FORMATS, split_page
+from pagetwin.contract.cache_formats import FORMATS, CacheFormat, split_page
 from torch import Tensor
 
 from golden.adapters.attention import per_head
 from golden.cases import adapter
 
-INT8 = FORMATS["int8_per_token_head"]
 
-
-def caches_before(inputs: dict[str, Any]) -> tuple[Tensor | None, list[Tensor]]:
+def caches_before(
+    inputs: dict[str, Any], form: CacheFormat
+) -> tuple[Tensor | None, list[Tensor]]:
     """Return the pages of a case, if it has pages, and the caches and scales in them."""
     blocks, block_size = inputs["num_blocks"], inputs["block_size"]
     heads, size = inputs["key"].shape[1:]
@@ -22,7 +22,9 @@ def caches_before(inputs: dict[str, Any]) -> tuple[Tensor | None, list[Tensor]]:
     if inputs["layout"] == "separate":
         shape = (blocks, block_size, heads)
         codes = [
-            torch.full((*shape, width), byte, dtype=torch.int8, device=device)
+            torch.full((*shape, width), byte, dtype=torch.uint8, device=device).view(
+                form.dtype
+            )
             for width in (size, value_size)
         ]
         return None, [*codes, *(torch.full(shape, scale, device=device) for _ in "kv")]
@@ -31,15 +33,25 @@ def caches_before(inputs: dict[str, Any]) -> tuple[Tensor | None, list[Tensor]]:
     shape = (blocks, *order, size + value_size + 8)
     page = torch.full(shape, byte, dtype=torch.uint8, device=device)
     slots = page.transpose(1, 2) if is_by_head else page
-    parts = split_page(slots, size, value_size, INT8)
+    parts = split_page(slots, size, value_size, form)
     for scales in parts[2:]:
         scales.fill_(scale)
     return page, [*parts]
 
 
 @adapter("v033_reshape_and_cache_int8_per_token_head", on_device=True)
-def write(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    page, caches = caches_before(inputs)
+def write_int8(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return write(twin, inputs, FORMATS["int8_per_token_head"])
+
+
+@adapter("v033_reshape_and_cache_fp8_per_token_head", on_device=True)
+def write_fp8(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return write(twin, inputs, FORMATS["fp8_per_token_head"])
+
+
+def write(twin: Any, inputs: dict[str, Any], form: CacheFormat) -> dict[str, Any]:
+    """Return the caches of a case after its write."""
+    page, caches = caches_before(inputs, form)
     tokens = []
     for name in ("key", "value"):
         new = inputs[name]
@@ -55,17 +67,25 @@ def write(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         dims = "block,head,slot,byte" if by_head else "block,slot,head,byte"
         return {"page_bytes": page, "page_dims": dims}
     names = ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache")
-    return dict(zip(names, caches, strict=True))
+    recorded = [recorded_codes(codes) for codes in caches[:2]]
+    return dict(zip(names, [*recorded, *caches[2:]], strict=True))
 
 
+def recorded_codes(codes: Tensor) -> Tensor:
+    """Return codes as they are recorded: FP8 codes as bytes."""
+    return codes if codes.dtype == torch.int8 else codes.view(torch.uint8)
+
+
+@adapter("v033_unified_attention_fp8_per_token_head", on_device=True)
 @adapter("v033_unified_attention_int8_per_token_head", on_device=True)
 def attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     starts, seq_lens = inputs["cu_seqlens_q"], inputs["seq_lens"]
+    code = FORMATS[inputs["kv_cache_dtype"]].dtype
     return {
         "out": twin.paged_attention(
             inputs["query"],
-            inputs["key_cache"],
-            inputs["value_cache"],
+            inputs["key_cache"].view(code),
+            inputs["value_cache"].view(code),
             inputs["block_table"],
             starts,
             seq_lens,

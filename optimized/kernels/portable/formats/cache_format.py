@@ -11,14 +11,10 @@ import triton.language as tl
 
 from ...fp8 import decode_fp8, quantise
 from .fp8 import decode_fp8_k, decode_fp8_v, scale_fp8_queries, scale_fp8_values
-from .int8_per_token_head import (
-    decode_int8,
-    encode_int8,
-    load_slot_scales,
-    scale_int8_values,
-    scale_int8_weights,
-)
+from .fp8_per_token_head import encode_fp8_rows
+from .int8_per_token_head import decode_int8, encode_int8
 from .plain import upcast
+from .token_scales import load_slot_scales, scale_slot_values, scale_slot_weights
 
 
 class TileScales(NamedTuple):
@@ -52,8 +48,12 @@ def encode_measured(numbers, CACHE_FORMAT: tl.constexpr):
     Args:
         numbers: [ROWS, ELEMENTS]. Elements past the end of a row are 0.
     """
-    tl.static_assert(CACHE_FORMAT == "int8_per_token_head")
-    return encode_int8(numbers)
+    if CACHE_FORMAT == "int8_per_token_head":
+        codes, scale = encode_int8(numbers)
+    else:
+        tl.static_assert(CACHE_FORMAT == "fp8_per_token_head")
+        codes, scale = encode_fp8_rows(numbers)
+    return codes, scale
 
 
 @triton.jit
@@ -116,7 +116,10 @@ def load_tile_scales(
     """
     k_scale = ()
     v_scale = ()
-    if config.CACHE_FORMAT == "int8_per_token_head":
+    if (
+        config.CACHE_FORMAT == "int8_per_token_head"
+        or config.CACHE_FORMAT == "fp8_per_token_head"
+    ):
         k_scale = load_slot_scales(
             call.option_tensors.k_scale, call.scale_strides.k, kv_head, block_id, slot,
             keys.is_key, MASKED,
@@ -131,7 +134,10 @@ def load_tile_scales(
 @triton.jit
 def scale_scores(qk, scales, config: tl.constexpr):
     """Return dot products with the scale of each key: [BLOCK_M, BLOCK_N]."""
-    if config.CACHE_FORMAT == "int8_per_token_head":
+    if (
+        config.CACHE_FORMAT == "int8_per_token_head"
+        or config.CACHE_FORMAT == "fp8_per_token_head"
+    ):
         qk = qk * scales.k[None, :]
     return qk
 
@@ -139,8 +145,11 @@ def scale_scores(qk, scales, config: tl.constexpr):
 @triton.jit
 def scale_weights(p, scales, config: tl.constexpr):
     """Return weights with the scale of each value: [BLOCK_M, BLOCK_N]."""
-    if config.CACHE_FORMAT == "int8_per_token_head":
-        p = scale_int8_weights(p, scales.v)
+    if (
+        config.CACHE_FORMAT == "int8_per_token_head"
+        or config.CACHE_FORMAT == "fp8_per_token_head"
+    ):
+        p = scale_slot_weights(p, scales.v)
     return p
 
 
@@ -149,6 +158,9 @@ def scale_values(result, call, kv_head, config: tl.constexpr):
     """Return finished rows with the values' scale of this head: [BLOCK_M, BLOCK_DV]."""
     if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
         result = scale_fp8_values(result, call, kv_head)
-    elif config.CACHE_FORMAT == "int8_per_token_head":
-        result = scale_int8_values(result)
+    elif (
+        config.CACHE_FORMAT == "int8_per_token_head"
+        or config.CACHE_FORMAT == "fp8_per_token_head"
+    ):
+        result = scale_slot_values(result)
     return result

@@ -1,26 +1,19 @@
-"""int8_per_token_head: codes of eight bits with a scale per token and head.
+"""int8_per_token_head: codes of eight bits with a scale per token and head (`token_scales.py`).
 
-The scale of a key is applied to its scores, and that of a value to its weights. Codes are exact in
-float16 and bfloat16, so a tile is converted and not multiplied.
+Codes are exact in float16 and bfloat16.
 """
 
 import triton
 import triton.language as tl
 
-SMALLEST_SCALE = tl.constexpr(1e-6)
-"""The scale of a row of zeros."""
-LIFT = tl.constexpr(64.0)
-"""Factor of the weights, which the results are divided by.
-
-Values of float16 have scales from 1e-6 to 516. A weight of 1 times such a scale is below the
-smallest normal float16, 6.1e-5. Times 64 it is a normal one, and the largest is below 65,504."""
+from .token_scales import measure
 
 
 @triton.jit
 def encode_int8(numbers):
     """Return the codes of rows, and the scale of each row.
 
-    NaN does not count for the scale, and its code is -128, as that of infinity.
+    The code of NaN is -128, as that of infinity.
 
     Args:
         numbers: [ROWS, ELEMENTS] float32. Elements past the end of a row are 0.
@@ -28,13 +21,10 @@ def encode_int8(numbers):
     Returns:
         [ROWS, ELEMENTS] int8, [ROWS] float32.
     """
-    size = tl.where(numbers == numbers, tl.abs(numbers), 0.0)
-    scale = tl.maximum(tl.div_rn(tl.max(size, 1), 127.0), SMALLEST_SCALE)
-    quotient = numbers * tl.div_rn(1.0, scale)[:, None]
+    quotient, scale = measure(numbers, 127.0)
     # half away from zero. A minimum before the sum: a fused multiply-add would round once
     rounded = tl.floor(tl.minimum(tl.abs(quotient), 127.0) + 0.5)
     codes = tl.where(quotient < 0, -rounded, rounded)
-    # infinity times the inverse of an infinite scale is NaN
     codes = tl.where(quotient == quotient, codes, -128.0)
     return codes.to(tl.int8), scale
 
@@ -43,32 +33,3 @@ def encode_int8(numbers):
 def decode_int8(codes, dtype):
     """Return codes as numbers, each exact: [BLOCK_N, elements]."""
     return codes.to(dtype)
-
-
-@triton.jit
-def load_slot_scales(
-    scale, strides, kv_head, block_id, slot, is_key, MASKED: tl.constexpr
-):
-    """Return the scales of slots: [BLOCK_N].
-
-    Masked ones may be NaN, and 0 * NaN = NaN, so they are loaded as 0.
-
-    Args:
-        scale, strides: [num_blocks, block_size, kv_heads], and its SlotStrides.
-        block_id, slot, is_key: [BLOCK_N].
-    """
-    places = scale + kv_head.to(tl.int64) * strides.head
-    places += block_id * strides.block + slot * strides.slot
-    return tl.load(places, mask=is_key, other=0.0) if MASKED else tl.load(places)
-
-
-@triton.jit
-def scale_int8_weights(p, v_scale):
-    """Return weights with the scale of each value, times LIFT: [BLOCK_M, BLOCK_N]."""
-    return p * (v_scale * LIFT)[None, :]
-
-
-@triton.jit
-def scale_int8_values(result):
-    """Return rows without the factor of the weights: [BLOCK_M, BLOCK_DV]."""
-    return result * (1.0 / LIFT)

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
-from .....contract.cache_formats import FORMATS, find_format
+from .....contract.cache_formats import FORMATS, TENSOR_SCALE_DTYPES, find_format
 from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
 from ....runtime.launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
 from ....runtime.planning import once_per_planning
 from ...fp8 import has_native_fp8, scale_strides
 from ..arguments import Config, Strides
-from ..formats.fp8 import FP8_FORMATS
 from ..options.score import ScoreConstants, lower_scores
 from ..options.visible_range import MaskConstants, lower_masks
 from ..prefill import prefill_kernel
@@ -152,7 +151,8 @@ def _make_config(
 ) -> Config:
     """Return the constants of all launches; those of tiles are replaced for each kernel."""
     head_size, value_size = query.shape[-1], value.shape[-1]
-    cache_format = find_format(key.dtype, options.k_scale).name
+    form = find_format(key.dtype, options.k_scale)
+    has_fp8_codes = form.dtype in TENSOR_SCALE_DTYPES
     return Config(
         GROUP_SIZE=query.shape[1] // value.shape[-2],
         HEAD_DIM=head_size,
@@ -162,9 +162,9 @@ def _make_config(
         BLOCK_SIZE=0 if block_table is None else key.shape[1],
         masks=masks,
         scores=scores,
-        CACHE_FORMAT=cache_format,
+        CACHE_FORMAT=form.name,
         OUT_FORMAT=find_format(out.dtype).name,
-        NATIVE_FP8=cache_format in FP8_FORMATS and has_native_fp8(query.device),
+        NATIVE_FP8=has_fp8_codes and has_native_fp8(query.device),
         PIN_FP8_V=False,
         BLOCK_M=0,
         BLOCK_N=0,
