@@ -4,8 +4,8 @@ The wrapper is planned for each call, which is slow and correct. FlashInfer take
 all requests in one list instead of a table, and its log-sum-exp has base 2. It compiles its kernels
 for each dtype, head size, window and soft cap, with nvcc, for a minute or more. So the declaration
 is narrower than what FlashInfer takes: bfloat16 and head size 128. The variable
-PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, or "fa3". PAGETWIN_FLASHINFER_LEFT_OUT names options
-that are not declared, such as "logits_soft_cap sliding_window", since each has kernels of its own.
+PAGETWIN_FLASHINFER_BACKEND is "fa2", the default, or "fa3". PAGETWIN_FLASHINFER_LEFT_OUT names
+options that are not declared, as in "logits_soft_cap sliding_window": each has kernels of its own.
 """
 
 import math
