@@ -70,9 +70,12 @@ def listed(block_table, query_start_loc, seq_lens, block_size):
         return torch.tensor(numbers, dtype=torch.int32, device=block_table.device)
 
     counts = [-(-lens[req] // block_size) for req in rows]
-    tokens = [torch.arange(starts[req], starts[req + 1]) for req in rows]
+    tokens = [
+        torch.arange(starts[req], starts[req + 1], device=block_table.device)
+        for req in rows
+    ]
     return Listed(
-        torch.cat(tokens).to(block_table.device),
+        torch.cat(tokens),
         ints([0, *(len(own) for own in tokens)]).cumsum(0).int(),
         ints([lens[req] for req in rows]),
         ints([0, *counts]).cumsum(0).int(),

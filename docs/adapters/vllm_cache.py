@@ -3,12 +3,13 @@
 `triton_reshape_and_cache_flash` and `merge_attn_states`. The first gets the stride of new tokens,
 which may be slices of a fused QKV tensor. It uses the strides of blocks and slots of the key cache
 for values too. The second assumes the same strides of both partial results. Laws about writes read
-the cache by `gather_cache`, which is the reference's here.
+the cache by `gather_cache`, which is a few lines of torch here.
 """
+
+from itertools import pairwise
 
 import torch
 from pagetwin.conformance import Support
-from pagetwin.reference import gather_cache as gather_cache
 
 try:
     from vllm.v1.attention.ops.triton_merge_attn_states import (
@@ -52,6 +53,26 @@ def reshape_and_cache(
     triton_reshape_and_cache_flash(
         key, value, key_cache, value_cache, slot_mapping, "auto", one, one
     )
+
+
+def gather_cache(
+    key_cache,  # [num_blocks, block_size, kv_heads, head_size]
+    value_cache,
+    block_table,  # [reqs, max_blocks]
+    seq_start_loc,  # [reqs + 1]
+    num_tokens,
+):
+    """Return the keys and values of whole sequences, one after another."""
+    starts, size = seq_start_loc.tolist(), key_cache.shape[1]
+    slots = [
+        (int(block_table[req, index // size]), index % size)
+        for req, (start, end) in enumerate(pairwise(starts))
+        for index in range(end - start)
+    ]
+    blocks, offsets = (
+        torch.tensor(slots, dtype=torch.int64, device=key_cache.device).reshape(-1, 2).T
+    )
+    return key_cache[blocks, offsets], value_cache[blocks, offsets]
 
 
 def merge_attn_states(

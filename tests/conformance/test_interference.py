@@ -3,6 +3,7 @@
 import gc
 import inspect
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -555,3 +556,21 @@ def test_a_thread_that_runs_on_is_named_and_one_of_a_library_is_not() -> None:
         end.set()
         for thread in others:
             thread.join()
+
+
+def test_a_package_that_pip_has_put_into_another_folder_is_not_the_kernels(
+    tmp_path: Path,
+) -> None:
+    """`pip install --target`: a class that a library defined in a call looked like a cheat."""
+    (tmp_path / "installed" / "library-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "own").mkdir()
+    folders = [str(tmp_path / name) for name in ("installed", "own")]
+    code = (
+        "import sys\n"
+        "from pagetwin.conformance.candidates.guard.interference import is_foreign\n"
+        f"sys.exit(is_foreign({folders[0]!r} + '/library.py')"
+        f" + 2 * is_foreign({folders[1]!r} + '/kernel.py'))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert done.returncode == 2

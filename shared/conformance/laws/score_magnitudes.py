@@ -314,11 +314,12 @@ def scored_latents(setting: Setting, level: Level) -> LatentBatch:
     batch.w_uv[:, 0] = 0
     batch.w_uv[:, 1, 0] = 1
     size = batch.plan.block_size
+    first_new = level.keys - len(batch.kv_c)
     for position, score in enumerate(level.levels()):
         latent = batch.kv_cache[batch.rows[0][position // size], position % size]
         latent[0], latent[1] = score * key, 1
-        if position >= level.keys - 2:
-            new = batch.kv_c[position - level.keys + 2]
+        if position >= first_new:
+            new = batch.kv_c[position - first_new]
             new[0], new[1] = score * key, 1
     return batch
 

@@ -405,17 +405,30 @@ def _comparators() -> Iterator[Watched]:
             yield owner, name, function, getattr(function, "__code__", None)
 
 
+def _installed(folder: str) -> bool:
+    """Return whether pip has installed packages in a folder (`pip install --target`)."""
+    return any(Path(folder).glob("*.dist-info"))
+
+
 OWN = Path(__file__).resolve().parents[4]
 OTHERS = (
-    *(f"{OWN}/{folder}/" for folder in ("shared", "reference", "optimized", ".typing")),
-    *(f"{Path(inspect.getfile(module)).parent}/" for module in (inspect, torch)),
+    *(
+        f"{(OWN / folder).as_posix()}/"
+        for folder in ("shared", "reference", "optimized", ".typing")
+    ),
+    *(
+        f"{Path(inspect.getfile(module)).parent.as_posix()}/"
+        for module in (inspect, torch)
+    ),
+    *(f"{Path(folder).as_posix()}/" for folder in sys.path if _installed(folder)),
     "<frozen",
 )
-"""Folders of this package, of the standard library and of torch."""
+"""Folders of this package, of the standard library, of torch, and of installed packages."""
 
 
 def is_foreign(file: str) -> bool:
     """Return whether a file is neither a part of the package nor an installed one."""
+    file = file.replace(os.sep, "/")
     return "-packages/" not in file and not file.startswith(OTHERS)
 
 
