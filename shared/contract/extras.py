@@ -6,6 +6,7 @@ EXTRAS = {
     "hypothesis": "conformance",
     "jinja2": "report",
     "matplotlib": "report",
+    "sglang": "sglang",
     "transformers": "transformers",
     "vllm": "vllm",
     "xformers": "xformers",

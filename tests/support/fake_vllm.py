@@ -5,10 +5,7 @@ constructor keeps its arguments, and any other method raises. So the plugin's ow
 derived from it and run on the CPU, for every recorded version.
 """
 
-import abc
-import ast
 import dataclasses
-import enum
 import json
 import sys
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import torch
+from support.stand_in import make_class, make_module
 
 FOLDER = Path(__file__).with_name("vllm_interfaces")
 VERSIONS = sorted(
@@ -91,13 +88,13 @@ def _install(
     # other modules derive from the classes of this one
     for name in sorted(facts["modules"], key=lambda module: module != BASES):
         described = facts["modules"][name]
-        module = _module(name)
+        module = make_module(name)
         for member in described["names"]:
             if member.startswith("__"):
                 continue  # a module's __getattr__ must be a function
             setattr(module, member, f"{name}.{member}")
         for class_name, members in described["classes"].items():
-            classes[class_name] = _make_class(class_name, members, classes, name)
+            classes[class_name] = make_class(class_name, members, classes, name)
             setattr(module, class_name, classes[class_name])
     top = sys.modules["vllm"]
     top.__version__ = facts["vllm"]
@@ -119,7 +116,7 @@ def _install(
         state.get_dcp_group = lambda: group
     envs.VLLM_BATCH_INVARIANT = False
     on_gpu = SimpleNamespace(is_cpu=lambda: False)
-    _module("vllm.platforms").current_platform = on_gpu  # type: ignore[attr-defined]
+    make_module("vllm.platforms").current_platform = on_gpu  # type: ignore[attr-defined]
     registry = sys.modules["vllm.v1.attention.backends.registry"]
     registry.registered = {}
     registry.register_backend = registry.registered.__setitem__
@@ -127,89 +124,3 @@ def _install(
     if hasattr(utils, "get_kv_cache_layout"):
         utils.get_kv_cache_layout = lambda: "NHD"
     return top
-
-
-def _module(name: str) -> ModuleType:
-    """Return a module of `sys.modules`, made with its parents if it is not there."""
-    if name in sys.modules:
-        return sys.modules[name]
-    module = sys.modules[name] = ModuleType(name)
-    module.__path__ = []
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(_module(parent), last, module)
-    return module
-
-
-def _make_class(
-    name: str, members: dict[str, Any], classes: dict[str, type], module: str
-) -> type:
-    """Return a class with the recorded bases, attributes and methods."""
-    values = {
-        key: _value(text)
-        for key, text in members["attributes"].items()
-        if text is not None
-    }
-    if {"Enum", "IntEnum"} & set(members["bases"]):
-        is_text = "str" in members["bases"]
-        # a member whose value was not recorded, or is None, gets its name
-        names = [key for key in members["attributes"] if key[0] != "_"]
-        pairs = [(key, values.get(key) or key) for key in names]
-        return enum.Enum(name, pairs, type=str) if is_text else enum.Enum(name, pairs)
-    body: dict[str, Any] = {"__module__": module}
-    for key, method in members["methods"].items():
-        body[key] = _make_method(key, method)
-    if members["is_dataclass"]:
-        fields = [
-            (key, Any)
-            if text is None
-            else (key, Any, dataclasses.field(default=values[key]))
-            for key, text in members["attributes"].items()
-        ]
-        if all(key.isidentifier() for key, *_ in fields):
-            body.pop("__init__", None)
-            return dataclasses.make_dataclass(name, fields, namespace=body)
-    bases = tuple(classes[base] for base in members["bases"] if base in classes)
-    return abc.ABCMeta(name, bases, {**values, **body})
-
-
-def _value(text: str | None) -> Any:
-    """Return the value of a literal, torch's dtypes included; None of anything else."""
-    if text is None:
-        return None
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        found = getattr(torch, text.removeprefix("torch."), None)
-        return found if isinstance(found, torch.dtype) else None
-
-
-def _make_method(name: str, described: dict[str, Any]) -> Any:
-    """Return a function with the recorded parameters. A constructor keeps its arguments."""
-    texts, names, bare = [], [], False
-    for argument, kind, default in described["parameters"]:
-        star = {"args": "*", "kwargs": "**"}.get(kind, "")
-        if kind == "args":
-            bare = True
-        if kind == "keyword" and not bare:
-            texts.append("*")
-            bare = True
-        texts.append(
-            star + argument + ("" if default is None else f"=_value({default!r})")
-        )
-        names.append(argument)
-    body = f"raise NotImplementedError({name!r})"
-    if name == "__init__":
-        body = (
-            "; ".join(f"self.{argument} = {argument}" for argument in names[1:])
-            or "pass"
-        )
-    elif name == "__new__":
-        body = "return object.__new__(cls)"
-    space: dict[str, Any] = {"_value": _value, "__name__": "vllm"}
-    exec(f"def {name}({', '.join(texts)}):\n    {body}", space)
-    made: Any = space[name]
-    if described.get("abstract"):
-        made = abc.abstractmethod(made)
-    wrap = {"static": staticmethod, "class": classmethod, "property": property}
-    return wrap.get(described["kind"], lambda argument: argument)(made)

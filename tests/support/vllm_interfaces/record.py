@@ -10,20 +10,25 @@ plugin with them.
 """
 
 import ast
-import io
-import json
 import re
 import sys
-import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-INDEX = "https://pypi.org/simple/vllm/"
+sys.path.insert(0, str(HERE.parents[1]))
+
+from support.wheel_interfaces import (  # noqa: E402
+    describe_class,
+    parse,
+    public_names,
+    requirement,
+    write_records,
+)
+
 OLDEST = (0, 25)
-CHUNK = 1 << 20
 
 BACKEND = "vllm.v1.attention.backend"
 LATENT = "vllm.model_executor.layers.attention.mla_attention"
@@ -104,64 +109,6 @@ CALLERS = (
 )
 
 
-class RangeFile(io.RawIOBase):
-    """A file on a server that is read by range requests, one per MiB and only once."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.at, self.chunks = url, 0, {}
-        self.size = int(self._request(0, 0)[1].split("/")[1])
-
-    def _request(self, first: int, last: int) -> tuple[bytes, str]:
-        request = urllib.request.Request(
-            self.url, headers={"Range": f"bytes={first}-{last}"}
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            if answer.status != 206:
-                raise OSError(f"{self.url}: the server does not answer range requests")
-            return answer.read(), answer.headers["Content-Range"]
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self.at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.at = offset + (0, self.at, self.size)[whence]
-        return self.at
-
-    def readinto(self, buffer: Any) -> int:
-        if self.at >= self.size:
-            return 0
-        number, offset = divmod(self.at, CHUNK)
-        if number not in self.chunks:
-            first = number * CHUNK
-            last = min(self.size, first + CHUNK) - 1
-            self.chunks[number] = self._request(first, last)[0]
-        found = self.chunks[number][offset : offset + len(buffer)]
-        buffer[: len(found)] = found
-        self.at += len(found)
-        return len(found)
-
-
-def wheels() -> dict[str, str]:
-    """Return the URL of each release's wheel for Linux on x86-64."""
-    request = urllib.request.Request(
-        INDEX, headers={"Accept": "application/vnd.pypi.simple.v1+json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        files = json.load(answer)["files"]
-    found = {}
-    for file in files:
-        named = re.fullmatch(r"vllm-(\d+\.\d+\.\d+)-.*x86_64\.whl", file["filename"])
-        if named and not file.get("yanked"):
-            found[named[1]] = file["url"]
-    return found
-
-
 def newest_of_each_minor(versions: list[str]) -> list[str]:
     """Return the newest patch release of each minor release from the oldest supported one on."""
     newest: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -170,84 +117,6 @@ def newest_of_each_minor(versions: list[str]) -> list[str]:
         if number[:2] >= OLDEST:
             newest[number[:2]] = max(number, newest.get(number[:2], number))
     return [".".join(map(str, version)) for version in sorted(newest.values())]
-
-
-# --- what is recorded of a module
-
-
-def parameters(node: ast.FunctionDef) -> list[list[Any]]:
-    """Return name, kind and default (source text or None) of each parameter."""
-    args = node.args
-    plain = [*args.posonlyargs, *args.args]
-    defaults = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
-    found = [
-        [argument.arg, "plain", default and ast.unparse(default)]
-        for argument, default in zip(plain, defaults, strict=True)
-    ]
-    if args.vararg:
-        found.append([args.vararg.arg, "args", None])
-    for argument, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        found.append([argument.arg, "keyword", default and ast.unparse(default)])
-    if args.kwarg:
-        found.append([args.kwarg.arg, "kwargs", None])
-    return found
-
-
-def describe_method(node: ast.FunctionDef) -> dict[str, Any]:
-    """Return kind and parameters of a method."""
-    marks = {ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list}
-    kinds = {"staticmethod": "static", "classmethod": "class", "property": "property"}
-    kind = next((kinds[mark] for mark in sorted(marks) if mark in kinds), "instance")
-    found: dict[str, Any] = {"kind": kind, "parameters": parameters(node)}
-    if "abstractmethod" in marks:
-        found["abstract"] = True
-    return found
-
-
-def describe_class(node: ast.ClassDef) -> dict[str, Any]:
-    """Return bases, attributes (with the source text of their values) and methods of a class."""
-    attributes: dict[str, Any] = {}
-    methods: dict[str, Any] = {}
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(
-            statement.target, ast.Name
-        ):
-            attributes[statement.target.id] = statement.value and ast.unparse(
-                statement.value
-            )
-        elif isinstance(statement, ast.Assign) and isinstance(
-            statement.targets[0], ast.Name
-        ):
-            attributes[statement.targets[0].id] = ast.unparse(statement.value)
-        elif isinstance(statement, ast.FunctionDef):
-            methods[statement.name] = describe_method(statement)
-    marks = [ast.unparse(decorator).split("(")[0] for decorator in node.decorator_list]
-    return {
-        "bases": [ast.unparse(base).split("[")[0] for base in node.bases],
-        "is_dataclass": "dataclass" in marks,
-        "attributes": attributes,
-        "methods": methods,
-    }
-
-
-def public_names(tree: ast.Module) -> list[str]:
-    """Return the names that a module defines or imports at its top level."""
-    names: set[str] = set()
-    for statement in tree.body:
-        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
-            names.add(statement.name)
-        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            names |= {alias.asname or alias.name for alias in statement.names}
-        elif isinstance(statement, ast.Assign):
-            names |= {x.id for x in statement.targets if isinstance(x, ast.Name)}
-        elif isinstance(statement, ast.AnnAssign) and isinstance(
-            statement.target, ast.Name
-        ):
-            names.add(statement.target.id)
-        elif isinstance(statement, ast.If):
-            # names under TYPE_CHECKING, such as the variables of vllm.envs
-            names |= set(public_names(ast.Module(body=statement.body, type_ignores=[])))
-    return sorted(names)
 
 
 def calls(tree: ast.Module) -> dict[str, list[list[Any]]]:
@@ -292,17 +161,9 @@ def returned(tree: ast.Module, name: str, method: str) -> str | None:
 
 def record(version: str, wheel: zipfile.ZipFile) -> dict[str, Any]:
     """Return what is recorded of a release."""
-    names = set(wheel.namelist())
-
-    def parse(module: str) -> ast.Module:
-        path = module.replace(".", "/")
-        path = f"{path}/__init__.py" if f"{path}/__init__.py" in names else f"{path}.py"
-        return ast.parse(wheel.read(path))
-
-    metadata = wheel.read(f"vllm-{version}.dist-info/METADATA").decode()
     modules: dict[str, Any] = {}
     for module in sorted({*CLASSES, *MODULES}):
-        tree = parse(module)
+        tree = parse(wheel, module)
         nodes = {x.name: x for x in tree.body if isinstance(x, ast.ClassDef)}
         described = {
             name: describe_class(nodes[name])
@@ -317,13 +178,13 @@ def record(version: str, wheel: zipfile.ZipFile) -> dict[str, Any]:
                     for name, method in interface["methods"].items()
                 }
         modules[module] = {"names": public_names(tree), "classes": described}
-    flash = parse("vllm.v1.attention.backends.flash_attn")
+    flash = parse(wheel, "vllm.v1.attention.backends.flash_attn")
     shape = returned(flash, "FlashAttentionBackend", "get_kv_cache_shape")
-    plugins = ast.unparse(parse("vllm.plugins"))
+    plugins = ast.unparse(parse(wheel, "vllm.plugins"))
     return {
         "vllm": version,
-        "torch": re.findall(r"^Requires-Dist: torch==(\S+)$", metadata, re.M)[0],
-        "python": re.findall(r"^Requires-Python: (.+)$", metadata, re.M)[0],
+        "torch": requirement(wheel, r"^Requires-Dist: torch==(\S+)$"),
+        "python": requirement(wheel, r"^Requires-Python: (.+)$"),
         "plugin_group": re.findall(r"DEFAULT_PLUGINS_GROUP = '(.+)'", plugins)[0],
         "flash_attn_cache_shape": shape,
         "modules": modules,
@@ -340,39 +201,5 @@ def caller_calls(wheel: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
                 yield name, found
 
 
-def as_text(facts: dict[str, Any]) -> str:
-    """Return JSON with a line per class, module and caller, so that a diff shows what changed."""
-    lines: list[str] = []
-
-    def add(value: Any, depth: int, head: str, tail: str) -> None:
-        if depth < 5 and isinstance(value, dict) and value:
-            lines.append(head + "{")
-            for number, (name, inner) in enumerate(value.items(), 1):
-                comma = "," if number < len(value) else ""
-                add(
-                    inner, depth + 1, " " * (depth + 1) + json.dumps(name) + ": ", comma
-                )
-            lines.append(" " * depth + "}" + tail)
-        else:
-            lines.append(head + json.dumps(value) + tail)
-
-    add(facts, 0, "", "")
-    return "\n".join(lines) + "\n"
-
-
-def main() -> None:
-    """Write a file per release."""
-    urls = wheels()
-    for version in sys.argv[1:] or newest_of_each_minor(list(urls)):
-        if version not in urls:
-            raise SystemExit(f"vllm {version}: expected one of {', '.join(urls)}")
-        file = RangeFile(urls[version])
-        with zipfile.ZipFile(io.BufferedReader(file, 1 << 16)) as wheel:
-            facts = record(version, wheel)
-        target = HERE / f"{version}.json"
-        target.write_text(as_text(facts), encoding="utf-8")
-        print(f"{target.name}: read {len(file.chunks)} of {file.size / CHUNK:.0f} MiB")
-
-
 if __name__ == "__main__":
-    main()
+    write_records("vllm", HERE, sys.argv[1:], newest_of_each_minor, record)

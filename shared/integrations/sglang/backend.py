@@ -1,0 +1,175 @@
+"""The attention backend for SGLang: metadata of a step, cache write, and attention."""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_exec
+from torch import Tensor
+
+from ...contract.attention_options import AttentionOptions
+from ...contract.cache_formats import TENSOR_SCALE_DTYPES
+from .plugin import IMPLEMENTATION_VARIABLE, load_implementation
+from .steps import Step, read_step
+
+
+class PagetwinBackend(AttentionBackend):
+    """Paged attention on a twin, for the layers of one model runner.
+
+    Args:
+        model_runner: SGLang's `ModelRunner`, which `make_backend` has found to be served.
+
+    Attributes:
+        token_to_kv_pool, req_to_token_pool, max_context_len: the runner's, which SGLang reads here.
+        forward_metadata: Optional. The step. If None, it has no request.
+    """
+
+    # launches depend on upper bounds, which the host knows from them
+    needs_cpu_seq_lens: bool = True
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self.run = load_implementation()
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.kv_index_translator = model_runner.kv_index_translator
+        self.max_context_len = int(model_runner.model_config.context_len)
+        self.page_size = int(model_runner.page_size)
+        self.forward_metadata: Step | None = None
+        pool = self.token_to_kv_pool
+        self._windows = pool if isinstance(pool, SWAKVPool) else None
+        self._chunk_size = model_runner.attention_chunk_size
+        deterministic = get_exec().deterministic
+        self._is_invariant = bool(deterministic.enable_deterministic_inference)
+        self._options: dict[Any, AttentionOptions] = {}
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Read the description of a step that runs without a CUDA graph."""
+        self.forward_metadata = self._read(forward_batch, False)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: Any, in_capture: bool = False
+    ) -> None:
+        """Do nothing: a graph reads the description of its step by itself."""
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Read it in operations that are captured, so each replay reads it again."""
+        self.forward_metadata = self._read(forward_batch, True)
+
+    def _read(self, batch: Any, in_graph: bool) -> Step | None:
+        rows = self.req_to_token_pool.req_to_token
+        return read_step(batch, rows, self.page_size, self._windows, in_graph)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate nothing: the graphs' own memory has the metadata.
+
+        Raises:
+            ValueError: the implementation may read tensors on the host, which no graph can.
+        """
+        if self.run.name != "optimized":
+            raise ValueError(
+                f"{IMPLEMENTATION_VARIABLE} = {self.run.name}: expected optimized, or"
+                " --disable-cuda-graph"
+            )
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the keys of a row of padding: one, in the first slot of SGLang's page 0."""
+        return 1
+
+    def forward_decode(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attend in a step of decodes, with the arguments and the result of `forward_extend`."""
+        return self.forward_extend(*args, **kwargs)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Write the step's keys and values, and attend.
+
+        Args:
+            q: [tokens, num_heads * head_dim] queries.
+            k, v: Optional. [tokens, num_kv_heads, head_dim]. If None, the cache has them.
+            layer: SGLang's `RadixAttention`.
+            forward_batch: SGLang's description of the step.
+            save_kv_cache: whether `k` and `v` are written here.
+            sinks: Optional. [num_heads] one score per head that has no value.
+            kwargs: options of other backends, which must not be set.
+
+        Returns:
+            [tokens, num_heads * v_head_dim], in the dtype of `q`.
+
+        Raises:
+            NotImplementedError: an option of another backend is set.
+        """
+        for name, given in kwargs.items():
+            if given is not None and given is not False:
+                raise NotImplementedError(
+                    f"{name} is given: expected None, which --attention-backend pagetwin needs"
+                )
+        step, pool = self.forward_metadata, self.token_to_kv_pool
+        assert step is not None, "init_forward_metadata comes first"
+        if save_kv_cache and k is not None:
+            slots = KVWriteLoc(forward_batch.out_cache_loc, step.window_slots)
+            pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+        windows, table = self._windows, step.block_table
+        if windows is not None and windows.layers_mapping[layer.layer_id][1]:
+            assert step.window_table is not None
+            table = step.window_table
+        keys, values = map(self._as_pages, pool.get_kv_buffer(layer.layer_id))
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)
+        self.run.paged_attention(
+            query, keys, values, table, step.query_start_loc, step.seq_lens,
+            step.max_query_len, step.max_seq_len, float(layer.scaling), out,
+            options=self._options_of(layer, keys.dtype, sinks),
+        )  # fmt: skip
+        return out.view(len(query), -1)
+
+    def _as_pages(self, buffer: Tensor) -> Tensor:
+        """Return a pool's buffer as [pages, page_size, heads, size], without a copy.
+
+        It has [slots, heads, size]; with SGLANG_USE_HND_KVCACHE [pages, heads, page_size, size].
+        """
+        if buffer.dim() == 4:
+            return buffer.transpose(1, 2)
+        return buffer.view(-1, self.page_size, *buffer.shape[1:])
+
+    def _options_of(
+        self, layer: Any, cache_dtype: torch.dtype, sinks: Tensor | None
+    ) -> AttentionOptions:
+        """Return the options of a layer: one object, unless its scales are replaced.
+
+        Captured graphs read the layer's scales, and a float32 copy of its sinks.
+        """
+        k_scale = v_scale = None
+        if cache_dtype in TENSOR_SCALE_DTYPES:
+            k_scale = 1.0 if layer.k_scale is None else layer.k_scale
+            v_scale = 1.0 if layer.v_scale is None else layer.v_scale
+        found = self._options.get(layer)
+        if found and found.k_scale is k_scale and found.v_scale is v_scale:
+            own = found.sinks
+            if sinks is not None and own is not None and own is not sinks:
+                own.copy_(sinks)
+            return found
+        window = layer.sliding_window_size
+        self._options[layer] = options = AttentionOptions(
+            causal=layer.attn_type is not AttentionType.ENCODER_ONLY,
+            sliding_window=None if window is None or window < 0 else window + 1,
+            attention_chunk_size=self._chunk_size if layer.use_irope else None,
+            logits_soft_cap=float(layer.logit_cap) or None,
+            sinks=None if sinks is None else sinks.detach().clone().float(),
+            k_scale=k_scale,
+            v_scale=v_scale,
+            batch_invariant=self._is_invariant,
+        )
+        return options
