@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,19 @@ def load_named(implementation: Any) -> Implementation:
             f"implementation = {implementation!r} cannot be loaded ({error}): expected"
             " 'reference', 'optimized', or the dotted name of a package with the same operations"
         ) from error
+
+
+@cache
+def load_for(variable: str, name: str) -> Implementation:
+    """Return an implementation that an environment variable names.
+
+    Raises:
+        ValueError: it cannot be loaded; the message begins with the variable.
+    """
+    try:
+        return load_named(name)
+    except ValueError as error:
+        raise ValueError(f"{variable}: {error}") from error
 
 
 # --- numbers

@@ -174,6 +174,9 @@ class EngineSteps:
         has_windows: whether layer 1 has a window and a pool of its own.
         heads_first: whether a page has its heads before its slots.
         options: further attributes of the layers, by SGLang's names, and `sinks`.
+
+    Attributes:
+        has_names: whether the requests of a step have names. Those of SGLang's dummy runs do not.
     """
 
     def __init__(
@@ -196,6 +199,7 @@ class EngineSteps:
         from sglang.srt.layers.radix_attention import AttentionType
 
         self.heads, self.kv_heads, self.dtype = heads, kv_heads, dtype
+        self.has_names = True
         self.size, self.size_v = size, size_v or size
         self.page_size, self.chunk_size = page_size, attention_chunk_size
         self.sinks = None if sinks is None else sinks.to(DEVICE)
@@ -225,6 +229,8 @@ class EngineSteps:
             "logit_cap": 0.0,
             "sliding_window_size": -1,
             "use_irope": False,
+            "is_cross_attention": False,
+            "xai_temperature_len": -1,
             "attn_type": AttentionType("decoder"),
             "k_scale": scales[0] if self.is_fp8 else None,
             "v_scale": scales[1] if self.is_fp8 else None,
@@ -288,6 +294,7 @@ class EngineSteps:
         return SimpleNamespace(
             forward_mode=ForwardMode[mode],
             batch_size=reqs + padding,
+            rids=[f"request {req}" for req in range(reqs)] if self.has_names else None,
             req_pool_indices=rows.to(DEVICE),
             seq_lens=lens.to(DEVICE),
             seq_lens_cpu=lens,

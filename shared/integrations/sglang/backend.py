@@ -39,16 +39,18 @@ class PagetwinBackend(AttentionBackend):
         self.max_context_len = int(model_runner.model_config.context_len)
         self.page_size = int(model_runner.page_size)
         self.forward_metadata: Step | None = None
-        pool = self.token_to_kv_pool
-        self._windows = pool if isinstance(pool, SWAKVPool) else None
+        has_windows = isinstance(self.token_to_kv_pool, SWAKVPool)
+        self._windows = self.token_to_kv_pool if has_windows else None
         self._chunk_size = model_runner.attention_chunk_size
         deterministic = get_exec().deterministic
         self._is_invariant = bool(deterministic.enable_deterministic_inference)
         self._options: dict[Any, AttentionOptions] = {}
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Read the description of a step that runs without a CUDA graph."""
-        self.forward_metadata = self._read(forward_batch, False)
+    def init_forward_metadata(self, forward_batch: Any, in_graph: bool = False) -> None:
+        """Read the description of a step."""
+        rows, windows = self.req_to_token_pool.req_to_token, self._windows
+        step = read_step(forward_batch, rows, self.page_size, windows, in_graph)
+        self.forward_metadata = step
 
     def init_forward_metadata_out_graph(
         self, forward_batch: Any, in_capture: bool = False
@@ -57,18 +59,10 @@ class PagetwinBackend(AttentionBackend):
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         """Read it in operations that are captured, so each replay reads it again."""
-        self.forward_metadata = self._read(forward_batch, True)
-
-    def _read(self, batch: Any, in_graph: bool) -> Step | None:
-        rows = self.req_to_token_pool.req_to_token
-        return read_step(batch, rows, self.page_size, self._windows, in_graph)
+        self.init_forward_metadata(forward_batch, in_graph=True)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate nothing: the graphs' own memory has the metadata.
-
-        Raises:
-            ValueError: the implementation may read tensors on the host, which no graph can.
-        """
+        """Raise ValueError if the twin may read tensors on the host; a graph has its metadata."""
         if self.run.name != "optimized":
             raise ValueError(
                 f"{IMPLEMENTATION_VARIABLE} = {self.run.name}: expected optimized, or"
@@ -99,17 +93,13 @@ class PagetwinBackend(AttentionBackend):
         Args:
             q: [tokens, num_heads * head_dim] queries.
             k, v: Optional. [tokens, num_kv_heads, head_dim]. If None, the cache has them.
-            layer: SGLang's `RadixAttention`.
-            forward_batch: SGLang's description of the step.
+            layer, forward_batch: SGLang's layer and its description of the step.
             save_kv_cache: whether `k` and `v` are written here.
             sinks: Optional. [num_heads] one score per head that has no value.
-            kwargs: options of other backends, which must not be set.
+            kwargs: options of other backends; NotImplementedError if one is given.
 
         Returns:
             [tokens, num_heads * v_head_dim], in the dtype of `q`.
-
-        Raises:
-            NotImplementedError: an option of another backend is set.
         """
         for name, given in kwargs.items():
             if given is not None and given is not False:
@@ -136,21 +126,15 @@ class PagetwinBackend(AttentionBackend):
         return out.view(len(query), -1)
 
     def _as_pages(self, buffer: Tensor) -> Tensor:
-        """Return a pool's buffer as [pages, page_size, heads, size], without a copy.
-
-        It has [slots, heads, size]; with SGLANG_USE_HND_KVCACHE [pages, heads, page_size, size].
-        """
-        if buffer.dim() == 4:
+        """Return a pool's buffer as [pages, page_size, heads, size], without a copy."""
+        if buffer.dim() == 4:  # [pages, heads, page_size, size]: SGLANG_USE_HND_KVCACHE
             return buffer.transpose(1, 2)
         return buffer.view(-1, self.page_size, *buffer.shape[1:])
 
     def _options_of(
         self, layer: Any, cache_dtype: torch.dtype, sinks: Tensor | None
     ) -> AttentionOptions:
-        """Return the options of a layer: one object, unless its scales are replaced.
-
-        Captured graphs read the layer's scales, and a float32 copy of its sinks.
-        """
+        """Return the options of a layer. Graphs read its scales, and a copy of its sinks."""
         k_scale = v_scale = None
         if cache_dtype in TENSOR_SCALE_DTYPES:
             k_scale = 1.0 if layer.k_scale is None else layer.k_scale

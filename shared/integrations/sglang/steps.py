@@ -16,8 +16,8 @@ class Step:
         query_start_loc: [reqs + 1] int32 first new token of each request.
         seq_lens: [reqs] int32 keys of each request, its new tokens included.
         max_query_len, max_seq_len: upper bounds of the new tokens and keys of a request.
-        window_table, window_slots: Optional. Pages of each request and slots of the new tokens in
-            the pool of the layers with a window. If None, all layers have one pool.
+        window_table, window_slots: Optional. Pages of requests and slots of new tokens in the
+            pool of the layers with a window. If None, all layers have one pool.
     """
 
     block_table: Tensor
@@ -32,17 +32,14 @@ class Step:
 def read_step(
     batch: Any, req_to_token: Tensor, page_size: int, windows: Any, in_graph: bool
 ) -> Step | None:
-    """Return a step, whose tensors are new; None if it has no request. The host does not wait.
+    """Return a step; None if it has no request. The host does not wait for the device.
 
     Args:
         batch: SGLang's `ForwardBatch`.
-        req_to_token: [reqs, max_tokens] int32 slot of each token of each request. The slots of a
-            page are consecutive.
+        req_to_token: [reqs, max_tokens] int32 slot of each token, consecutive within a page.
         page_size: slots of a page.
-        windows: Optional. SGLang's pools of a model whose layers with a window have one of their
-            own. If None, there is one pool.
-        in_graph: whether a CUDA graph is captured. It computes the tensors again in each replay,
-            so bounds are those of any step with as many requests.
+        windows: Optional. SGLang's pools, if the layers with a window have one of their own.
+        in_graph: whether a CUDA graph is captured. Its bounds are those of any later step.
 
     Raises:
         NotImplementedError: the kind of the step, or its drafts, are not served.
@@ -51,25 +48,23 @@ def read_step(
     if not reqs:
         return None
     new = count_new_tokens(batch)
-    lens, device = batch.seq_lens[:reqs], batch.seq_lens.device
-    # SGLang does not count the tokens that it verifies
+    # SGLang's lengths leave out the tokens that are verified
     drafts = new if new and mode.is_target_verify() else 0
     firsts = req_to_token[:, ::page_size]  # first slot of each page
     longest = firsts.shape[1] * page_size
     if not in_graph and batch.seq_lens_cpu is not None:
         longest = min(longest, int(batch.seq_lens_cpu[:reqs].max()) + drafts)
-    if new is None:
-        if in_graph:
-            raise NotImplementedError(
-                f"forward_mode = {mode.name} in a CUDA graph: expected requests with as many new"
-                " tokens each"
-            )
+    if new is not None:
+        starts = torch.arange(reqs + 1, dtype=torch.int32, device=req_to_token.device)
+        starts, max_query_len = starts * new, new
+    elif in_graph:
+        raise NotImplementedError(
+            f"forward_mode = {mode.name} in a CUDA graph: expected as many new tokens per request"
+        )
+    else:
         ends = torch.cumsum(batch.extend_seq_lens, 0, dtype=torch.int32)
         starts = torch.nn.functional.pad(ends, (1, 0))
         max_query_len = int(max(batch.extend_seq_lens_cpu))
-    else:
-        starts = torch.arange(reqs + 1, dtype=torch.int32, device=device) * new
-        max_query_len = new
     rows = batch.req_pool_indices[:reqs].long()
     slots = firsts[:, : -(-longest // page_size)][rows]
     own = (None, None)
@@ -77,14 +72,9 @@ def read_step(
         translate = windows.translate_loc_from_full_to_swa
         pages = (translate(slots.long()) // page_size).to(torch.int32)
         own = (pages, translate(batch.out_cache_loc))
-    return Step(
-        (slots // page_size).to(torch.int32),
-        starts,
-        (lens + drafts).to(torch.int32),
-        max_query_len,
-        longest,
-        *own,
-    )
+    table, lens = slots // page_size, batch.seq_lens[:reqs] + drafts
+    lens = lens.to(torch.int32)
+    return Step(table, starts, lens, max_query_len, longest, *own)
 
 
 def count_new_tokens(batch: Any) -> int | None:
@@ -97,13 +87,11 @@ def count_new_tokens(batch: Any) -> int | None:
     if mode.is_decode_or_idle():
         return 1
     if mode.is_dllm_extend():
-        raise NotImplementedError(
-            f"forward_mode = {mode.name}: expected prefill, decode or verification"
-        )
+        raise NotImplementedError(f"forward_mode = {mode.name}: expected causal steps")
     if not mode.is_target_verify():
         return None
-    is_tree = getattr(drafts, "tree_topk", getattr(drafts, "topk", 1)) != 1
-    if is_tree or drafts.ragged_verify_layout is not None:
+    topk = getattr(drafts, "tree_topk", getattr(drafts, "topk", 1))
+    if topk != 1 or drafts.ragged_verify_layout is not None:
         raise NotImplementedError(
             "drafts in a tree or of several lengths: expected --speculative-eagle-topk 1 without"
             " SGLANG_RAGGED_VERIFY_MODE"

@@ -6,14 +6,13 @@ CUDA graph reads the values of each replay.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from ...contract.operations import Implementation
-from ...validation.integrations import load_named
+from ...validation.integrations import load_for
 from .context_parallel import SharedBatch
 from .settings import IMPLEMENTATION_VARIABLE, read_settings
 from .warm_up import StepBounds
@@ -162,15 +161,7 @@ def load_plugin_implementation() -> Implementation:
     Raises:
         ValueError: it cannot be loaded.
     """
-    return _load(read_settings().implementation)
-
-
-@cache
-def _load(name: str) -> Implementation:
-    try:
-        return load_named(name)
-    except ValueError as error:
-        raise ValueError(f"{IMPLEMENTATION_VARIABLE}: {error}") from error
+    return load_for(IMPLEMENTATION_VARIABLE, read_settings().implementation)
 
 
 def give_bounds(
