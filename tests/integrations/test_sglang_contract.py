@@ -327,3 +327,16 @@ def test_a_layer_of_the_steps_has_what_sglangs_layer_has() -> None:
         assert set(vars(layer)) <= members(VERSIONS[-1], ATTENTION, "RadixAttention")
         batch = vars(EngineSteps().batch("EXTEND", [1]))
         assert set(batch) <= members(VERSIONS[-1], BATCH, "ForwardBatch")
+
+
+def test_the_page_has_every_release_and_the_environment_variable() -> None:
+    page = (ROOT / "docs" / "integrations" / "sglang.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| 0.")]
+    told = {
+        version: row[1]
+        for row in rows
+        for version in row[0].removeprefix("| ").split(", ")
+    }
+    assert told == {version: recorded(version)["torch"] for version in VERSIONS}
+    for name in re.findall(r'"(PAGETWIN_[A-Z_]+)"', "\n".join(SOURCES.values())):
+        assert f"`{name}`" in page

@@ -15,6 +15,7 @@ PACKAGES = (
     "pagetwin.reference",
     "pagetwin.conformance",
     "pagetwin.integrations.flash_attn",
+    "pagetwin.integrations.sglang",
     "pagetwin.integrations.transformers",
     "pagetwin.integrations.vllm",
     "pagetwin.gluon_interpreter",

@@ -22,6 +22,7 @@ COMMANDS = {
     ),
     "jinja2": ("replay --report r.html", "check reference --html r.html"),
     "matplotlib": ("replay --report r.html", "bench --plot p.svg"),
+    "sglang": (),
     "transformers": (),
     "vllm": (),
     "xformers": ("replay --twins xformers --device cpu --requests 1",),
@@ -44,6 +45,11 @@ STATEMENTS = {
     ),
     "jinja2": (),
     "matplotlib": (),
+    "sglang": (
+        "from pagetwin.integrations.sglang import register; register()",
+        "import os; os.environ['PAGETWIN_RECORD'] = 'out'\n"
+        "import pagetwin.recorder.wrappers.sglang as w; w.record_sglang_backends()",
+    ),
     "transformers": (
         "import pagetwin.integrations.transformers",
         "from pagetwin.integrations.transformers import generate",

@@ -105,6 +105,7 @@ class Batch:
         from sglang.srt.model_executor.forward_batch_info import ForwardMode
         from torch import nn
 
+        torch.manual_seed(0)
         self.case, page, reqs = case, case.page_size, len(case.keys)
         draw = torch.Generator().manual_seed(0)
         pages = [-(-count // page) for count in case.keys]
