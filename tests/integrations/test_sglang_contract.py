@@ -74,12 +74,12 @@ def test_no_abstract_method_is_left_and_methods_take_what_sglangs_take(
 ) -> None:
     described = recorded(version)["modules"][BASES]["classes"]["AttentionBackend"]
     with fake_sglang(version):
-        from pagetwin.integrations.sglang.backend import PagetwinBackend
+        from pagetwin.integrations.sglang.backend import PagetwinSglangBackend
 
-        assert not getattr(PagetwinBackend, "__abstractmethods__", frozenset())
+        assert not getattr(PagetwinSglangBackend, "__abstractmethods__", frozenset())
         count = 0
         for method, facts in described["methods"].items():
-            mine = inspect.getattr_static(PagetwinBackend, method)
+            mine = inspect.getattr_static(PagetwinSglangBackend, method)
             if not inspect.isfunction(mine) or "pagetwin" not in mine.__module__:
                 continue
             if method == "__init__":
@@ -95,14 +95,14 @@ def test_no_abstract_method_is_left_and_methods_take_what_sglangs_take(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_methods_accept_every_call_that_sglang_makes(version: str) -> None:
     with fake_sglang(version):
-        from pagetwin.integrations.sglang.backend import PagetwinBackend
+        from pagetwin.integrations.sglang.backend import PagetwinSglangBackend
 
         seen = set()
         for caller, hooks in recorded(version)["calls"].items():
             if "triton_backend" in caller:
                 continue  # calls of its own classes
             for hook, forms in hooks.items():
-                method = getattr(PagetwinBackend, hook, None)
+                method = getattr(PagetwinSglangBackend, hook, None)
                 if method is None:
                     continue
                 for positional, keywords in forms:
@@ -201,7 +201,7 @@ def test_registration_may_happen_in_every_process_and_twice(version: str) -> Non
         make = attention_registry.ATTENTION_BACKENDS["pagetwin"]
         pool = Pool(1, 2, 32, 32, torch.float32, 64)
         backend = make(make_runner(pool, 16, device="cpu"))
-        assert type(backend).__name__ == "PagetwinBackend"
+        assert type(backend).__name__ == "PagetwinSglangBackend"
 
 
 def test_importing_the_plugin_imports_neither_sglang_nor_triton() -> None:

@@ -155,7 +155,7 @@ def test_a_step_without_requests_has_no_metadata(sglang: str) -> None:
 @pytest.mark.parametrize(
     "change", [{"tree_topk": 4}, {"ragged_verify_layout": "ragged"}], ids=str
 )
-def test_drafts_that_are_no_chain_are_rejected(
+def test_drafts_in_a_tree_or_of_several_lengths_are_rejected(
     change: dict[str, Any], sglang: str
 ) -> None:
     steps = EngineSteps()

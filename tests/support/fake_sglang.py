@@ -1,7 +1,7 @@
 """A stand-in for SGLang, generated from a recorded interface.
 
 It has SGLang's module tree, classes, signatures, enums and dataclass fields. Of behaviour it has
-the questions about `ForwardMode`, the settings of a process, and the registry of backends.
+the predicates of `ForwardMode`, the settings of a process, and the registry of backends.
 """
 
 import enum
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from support.stand_in import make_class, make_module
+from support.generated_classes import make_class, make_module
 
 FOLDER = Path(__file__).with_name("sglang_interfaces")
 VERSIONS = sorted(
@@ -116,15 +116,15 @@ def _install(facts: dict[str, Any], settings: dict[str, Any]) -> ModuleType:
 
 
 def _make_modes(described: dict[str, Any]) -> Any:
-    """Return `ForwardMode` with its questions."""
+    """Return `ForwardMode` with its predicates."""
     names = list(described["attributes"])
     modes: Any = enum.IntEnum("ForwardMode", names)  # type: ignore[misc]
-    for question, true_of in described["truths"].items():
+    for predicate, true_of in described["truths"].items():
 
         def answer(self: Any, *_: Any, true_of: Any = frozenset(true_of)) -> bool:
             return self.name in true_of
 
-        setattr(modes, question, answer)
+        setattr(modes, predicate, answer)
     return modes
 
 

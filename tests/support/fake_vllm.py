@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from support.stand_in import make_class, make_module
+from support.generated_classes import make_class, make_module
 
 FOLDER = Path(__file__).with_name("vllm_interfaces")
 VERSIONS = sorted(

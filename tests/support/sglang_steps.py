@@ -195,7 +195,7 @@ class EngineSteps:
         sinks: Tensor | None = None,
         **options: Any,
     ) -> None:
-        from pagetwin.integrations.sglang.backend import PagetwinBackend
+        from pagetwin.integrations.sglang.backend import PagetwinSglangBackend
         from sglang.srt.layers.radix_attention import AttentionType
 
         self.heads, self.kv_heads, self.dtype = heads, kv_heads, dtype
@@ -216,7 +216,7 @@ class EngineSteps:
             dtype=dtype,
             kv_cache_dtype=self.cache_dtype,
         )
-        self.backend = PagetwinBackend(self.runner)
+        self.backend = PagetwinSglangBackend(self.runner)
         scales = [torch.tensor(number, device=DEVICE) for number in SCALES]
         plain = {
             "tp_q_head_num": heads,

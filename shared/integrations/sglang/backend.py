@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.cache_formats import TENSOR_SCALE_DTYPES
-from .plugin import IMPLEMENTATION_VARIABLE, load_implementation
-from .steps import Step, read_step
+from .settings import IMPLEMENTATION_VARIABLE, load_implementation
+from .steps import SglangStep, read_step
 
 
-class PagetwinBackend(AttentionBackend):
+class PagetwinSglangBackend(AttentionBackend):
     """Paged attention on a twin, for the layers of one model runner.
 
     Args:
@@ -38,7 +38,7 @@ class PagetwinBackend(AttentionBackend):
         self.kv_index_translator = model_runner.kv_index_translator
         self.max_context_len = int(model_runner.model_config.context_len)
         self.page_size = int(model_runner.page_size)
-        self.forward_metadata: Step | None = None
+        self.forward_metadata: SglangStep | None = None
         has_windows = isinstance(self.token_to_kv_pool, SWAKVPool)
         self._windows = self.token_to_kv_pool if has_windows else None
         self._chunk_size = model_runner.attention_chunk_size

@@ -1,4 +1,4 @@
-"""Entry point of the SGLang plugin: registration, and what is refused before a model is served."""
+"""Entry point of the SGLang plugin: registration, and what is rejected before a model is served."""
 
 import logging
 import os
@@ -9,13 +9,11 @@ from ...contract.cache_formats import TENSOR_SCALE_DTYPES
 from ...contract.extras import require
 from ...contract.operations import Implementation
 from ...contract.specs import KVCacheSpec
-from ...validation.integrations import load_for
+from .settings import IMPLEMENTATION_VARIABLE, load_implementation
 
 logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "pagetwin"
-IMPLEMENTATION_VARIABLE = "PAGETWIN_SGLANG_IMPLEMENTATION"
-"""Environment variable with the name of the twin that runs."""
 
 OLDEST, NEWEST = (0, 5, 20), (0, 5, 23)
 """Releases of SGLang whose interfaces the backend was checked with, both included."""
@@ -81,7 +79,7 @@ def check_version(version: str) -> None:
 
 
 def make_backend(runner: Any) -> Any:
-    """Return the `PagetwinBackend` of a model runner, once its model is loaded.
+    """Return the `PagetwinSglangBackend` of a model runner, once its model is loaded.
 
     Args:
         runner: SGLang's `ModelRunner`.
@@ -100,9 +98,9 @@ def make_backend(runner: Any) -> Any:
             " run; --page-size 16 is faster",
             runner.page_size,
         )
-    from .backend import PagetwinBackend
+    from .backend import PagetwinSglangBackend
 
-    return PagetwinBackend(runner)
+    return PagetwinSglangBackend(runner)
 
 
 def why_not(runner: Any, run: Implementation) -> list[str]:
@@ -151,13 +149,3 @@ def why_not(runner: Any, run: Implementation) -> list[str]:
     if any(reason.startswith("device = cpu") for reason in found):
         found.append(f"or {IMPLEMENTATION_VARIABLE}=reference")
     return found
-
-
-def load_implementation() -> Implementation:
-    """Return the implementation that the environment names: "optimized" if it names none.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    name = os.environ.get(IMPLEMENTATION_VARIABLE) or "optimized"
-    return load_for(IMPLEMENTATION_VARIABLE, name)

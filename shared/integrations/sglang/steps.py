@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Step:
+class SglangStep:
     """What the layers read in one step.
 
     Args:
@@ -31,7 +31,7 @@ class Step:
 
 def read_step(
     batch: Any, req_to_token: Tensor, page_size: int, windows: Any, in_graph: bool
-) -> Step | None:
+) -> SglangStep | None:
     """Return a step; None if it has no request. The host does not wait for the device.
 
     Args:
@@ -74,7 +74,7 @@ def read_step(
         own = (pages, translate(batch.out_cache_loc))
     table, lens = slots // page_size, batch.seq_lens[:reqs] + drafts
     lens = lens.to(torch.int32)
-    return Step(table, starts, lens, max_query_len, longest, *own)
+    return SglangStep(table, starts, lens, max_query_len, longest, *own)
 
 
 def count_new_tokens(batch: Any) -> int | None:

@@ -5,7 +5,7 @@
 
 SGLang is not needed: its classes are the stand-in of `tests/support/fake_sglang.py`. The pools,
 requests and batches are those of a model with 32 query heads and 8 KV heads of 128 in bfloat16.
-Each batch is attended to through `PagetwinBackend`, and by FlashAttention-3 (the file that
+Each batch is attended to through `PagetwinSglangBackend`, and by FlashAttention-3 (the file that
 PAGETWIN_FA3 names) with its plan prepared in advance. Some rows of both are compared with attention
 in float32. Then both are timed as replays of captured graphs, in alternation.
 

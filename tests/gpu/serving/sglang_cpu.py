@@ -89,7 +89,7 @@ def prompts() -> list[list[int]]:
         [drawn.randrange(500) for _ in range(count)]
         for count in (5, 40, 150, 17, 33, 1, 90)
     ]
-    return [*made, made[2][:100] + [3, 4]]
+    return [*made, [*made[2][:100], 3, 4]]
 
 
 def serve(model: str, backend: str, tokens: int) -> None:

@@ -100,7 +100,7 @@ def _make_method(name: str, described: dict[str, Any]) -> Any:
         body = "pass"
     elif name == "__new__":
         body = "return object.__new__(cls)"
-    space: dict[str, Any] = {"_value": _value, "__name__": "stand_in"}
+    space: dict[str, Any] = {"_value": _value, "__name__": "generated"}
     exec(f"def {name}({', '.join(texts)}):\n    {body}", space)
     made: Any = space[name]
     if described.get("abstract"):
