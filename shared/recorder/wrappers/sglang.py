@@ -233,7 +233,7 @@ class _Wrapper:
             and self._windows.layers_mapping[layer.layer_id][1]
         ):
             group = "layers with a window"
-        scales = {}
+        scales: dict[str, Any] = {}
         if caches[0].dtype in TENSOR_SCALE_DTYPES:
             given = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
             scales = {

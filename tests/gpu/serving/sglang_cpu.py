@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 CONFIG = {
     "vocab_size": 512,
@@ -71,15 +70,42 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE"):
 def write_model(folder: Path) -> None:
     """Write a seeded checkpoint. Its weights are larger than usual, so that logits differ."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from safetensors.torch import save_file
 
     torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(**CONFIG)).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    model.save_pretrained(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    size, inner = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    head = CONFIG["head_dim"]
+    own = {"q": CONFIG["num_attention_heads"] * head}
+    own |= dict.fromkeys("kv", CONFIG["num_key_value_heads"] * head)
+    shapes = {"model.embed_tokens": (CONFIG["vocab_size"], size)}
+    shapes |= {"lm_head": (CONFIG["vocab_size"], size), "model.norm": (size,)}
+    for number in range(CONFIG["num_hidden_layers"]):
+        layer = f"model.layers.{number}"
+        shapes |= {f"{layer}.self_attn.{x}_proj": (own[x], size) for x in own}
+        shapes[f"{layer}.self_attn.o_proj"] = (size, own["q"])
+        shapes |= {f"{layer}.mlp.{x}_proj": (inner, size) for x in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj"] = (size, inner)
+        for norm in ("input", "post_attention"):
+            shapes[f"{layer}.{norm}_layernorm"] = (size,)
+    weights = {
+        f"{name}.weight": torch.ones(shape)
+        if len(shape) == 1
+        else 0.06 * torch.randn(shape)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = {
+        **CONFIG,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def prompts() -> list[list[int]]:
