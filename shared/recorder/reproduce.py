@@ -13,7 +13,7 @@ from .findings import Corruption
 from .laws.attention import RowCase
 from .laws.bookkeeping import check_step
 
-OURS = {"optimized": "optimized", "TRITON": "optimized", "CUSTOM": "optimized"}
+OURS = dict.fromkeys(("optimized", "TRITON", "CUSTOM", "PAGETWIN"), "optimized")
 """The implementation on which a case of attention is run again, by the stored name."""
 
 

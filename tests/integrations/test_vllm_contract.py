@@ -60,6 +60,9 @@ def test_the_table_of_interfaces_says_what_the_wheels_say(version: str) -> None:
     assert interface.torch == facts["torch"]
     assert interface.has_shape_hooks == ("get_kv_cache_shape" in methods)
     assert interface.has_cascade == ("use_cascade_attention" in builder["methods"])
+    registry = facts["modules"]["vllm.v1.attention.backends.registry"]["classes"]
+    names = registry["AttentionBackendEnum"]["methods"]
+    assert interface.takes_names == ("register" in names)
     shape = facts["flash_attn_cache_shape"]
     if shape is None:
         assert interface.is_packed

@@ -59,26 +59,10 @@ def platform(
     """The platform of an engine whose plugins are loaded."""
     with fake_vllm(request.param):
         from pagetwin.integrations.vllm import backend, plugin
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         monkeypatch.setattr(
             backend.PagetwinBackend, "validate_configuration", classmethod(validate)
         )
-        paths: dict[Any, str] = sys.modules[  # type: ignore[attr-defined]
-            "vllm.v1.attention.backends.registry"
-        ].registered
-
-        def get_path(member: Any) -> str:
-            return paths[member]
-
-        def get_class(member: Any) -> Any:
-            module, _, name = paths[member].rpartition(".")
-            return getattr(sys.modules[module], name)
-
-        for method in (get_path, get_class):
-            monkeypatch.setattr(
-                AttentionBackendEnum, method.__name__, method, raising=False
-            )
         mine = type("CpuPlatform", (CpuPlatform,), {})
         platforms: ModuleType = sys.modules["vllm.platforms"]
         monkeypatch.setattr(platforms, "current_platform", mine())
@@ -97,8 +81,25 @@ def choose(platform: type[CpuPlatform], name: str | None, **changes: Any) -> str
 
 def test_the_chosen_backend_is_taken(platform: type[CpuPlatform]) -> None:
     """vLLM's platform served the model with CPU_ATTN, and said so at level INFO alone."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     path = choose(platform, "CUSTOM")
     assert path == "pagetwin.integrations.vllm.plugin.Backend"
+    if hasattr(AttentionBackendEnum, "register"):
+        path = choose(platform, "PAGETWIN")
+        assert path == "pagetwin.integrations.vllm.plugin.NamedBackend"
+
+
+def test_another_packages_backend_is_left_to_the_platform(
+    platform: type[CpuPlatform],
+) -> None:
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    register_backend(AttentionBackendEnum["CUSTOM"], "other.package.Backend")
+    assert choose(platform, "CUSTOM") == PLAIN_PATH
 
 
 @pytest.mark.parametrize("name", [None, "FLASH_ATTN"])

@@ -42,8 +42,8 @@ def test_registration_may_happen_in_every_process_and_twice(version: str) -> Non
 
     plugin.register()
     plugin.register()
-    ((member, path),) = registry.registered.items()
-    assert member is registry.AttentionBackendEnum["CUSTOM"]
+    member = registry.AttentionBackendEnum["CUSTOM"]
+    path = registry.registered[member]
     module, _, name = path.rpartition(".")
     backend = getattr(sys.modules[module], name)
     assert backend.__name__ == "PagetwinBackend"

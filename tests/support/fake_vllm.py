@@ -117,10 +117,39 @@ def _install(
     envs.VLLM_BATCH_INVARIANT = False
     on_gpu = SimpleNamespace(is_cpu=lambda: False)
     make_module("vllm.platforms").current_platform = on_gpu  # type: ignore[attr-defined]
-    registry = sys.modules["vllm.v1.attention.backends.registry"]
-    registry.registered = {}
-    registry.register_backend = registry.registered.__setitem__
+    _fill_registry(sys.modules["vllm.v1.attention.backends.registry"])
     utils = sys.modules["vllm.v1.attention.backends.utils"]
     if hasattr(utils, "get_kv_cache_layout"):
         utils.get_kv_cache_layout = lambda: "NHD"
     return top
+
+
+def _fill_registry(registry: Any) -> None:
+    """Give the registry its functions. Names that it takes of others become members."""
+    names = registry.AttentionBackendEnum
+    takes_names = hasattr(names, "register")
+    registry.registered = {}
+
+    def register_backend(backend: Any, path: str) -> None:
+        if isinstance(backend, str):
+            assert takes_names, "this release takes members alone"
+            if backend in names.__members__:
+                raise ValueError(f"Backend {backend} already exists")
+            member = object.__new__(names)
+            member._name_, member._value_ = backend, path
+            names._member_map_[backend] = names._value2member_map_[path] = member
+            names._member_names_.append(backend)
+            backend = member
+        registry.registered[backend] = path
+
+    def get_path(member: Any) -> str:
+        if member not in registry.registered:
+            raise ValueError(f"Backend {member.name} must be registered before use")
+        return str(registry.registered[member])
+
+    def get_class(member: Any) -> Any:
+        module, _, name = get_path(member).rpartition(".")
+        return getattr(sys.modules[module], name)
+
+    registry.register_backend = register_backend
+    names.get_path, names.get_class = get_path, get_class

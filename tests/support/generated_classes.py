@@ -47,7 +47,13 @@ def make_class(
         # a member whose value was not recorded, or is None, gets its name
         names = [key for key in members["attributes"] if key[0] != "_"]
         pairs = [(key, values.get(key) or key) for key in names]
-        return enum.Enum(name, pairs, type=str) if is_text else enum.Enum(name, pairs)
+        made: Any = (
+            enum.Enum(name, pairs, type=str) if is_text else enum.Enum(name, pairs)
+        )
+        for key, method in members["methods"].items():
+            if not key.startswith("_"):
+                setattr(made, key, _make_method(key, method))
+        return made  # type: ignore[no-any-return]
     body: dict[str, Any] = {"__module__": module}
     for key, method in members["methods"].items():
         body[key] = _make_method(key, method)

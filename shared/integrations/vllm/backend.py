@@ -10,7 +10,7 @@ from .builder import PagetwinMetadataBuilder, load_plugin_implementation
 from .caches import FP8_NAMES, choose_shape
 from .impl import PagetwinImpl
 from .settings import IMPLEMENTATION_VARIABLE
-from .versions import BACKEND_NAME, installed_interface
+from .versions import BACKEND_NAME, OWN_NAME, installed_interface
 
 _Shape: Any = choose_shape(installed_interface())
 
@@ -137,3 +137,12 @@ class PagetwinBackend(Reasons, _Shape, AttentionBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Return whether the chip is an Ampere GPU or newer, or a CPU."""
         return capability is None or bool(capability.major >= 8)
+
+
+class NamedBackend(PagetwinBackend):
+    """The same, under the plugin's own name."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name, which vLLM looks up among the registered ones."""
+        return OWN_NAME

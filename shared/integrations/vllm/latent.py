@@ -28,7 +28,7 @@ from .caches import FP8_NAMES
 from .latent_builder import PagetwinLatentBuilder
 from .settings import read_settings
 from .shared_layers import check_ranks
-from .versions import BACKEND_NAME
+from .versions import BACKEND_NAME, OWN_NAME
 from .warm_up import StepBounds, can_compile, warm_up_layers
 
 
@@ -274,3 +274,12 @@ class PagetwinLatentBackend(Reasons, MLACommonBackend):
     def supports_compute_capability(cls, capability: Any) -> bool:
         """Return whether the chip is an Ampere GPU or newer, or a CPU."""
         return capability is None or bool(capability.major >= 8)
+
+
+class NamedLatentBackend(PagetwinLatentBackend):
+    """The same, under the plugin's own name."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return the name, which vLLM looks up among the registered ones."""
+        return OWN_NAME

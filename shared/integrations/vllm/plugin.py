@@ -1,13 +1,20 @@
 """Entry point of the vLLM plugin: registration, the choice of the backend class, and CPUs."""
 
+import copyreg
 import logging
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ...contract.extras import require
-from .versions import BACKEND_NAME, installed_interface
+from .versions import BACKEND_NAME, OWN_NAME, installed_interface
 
 logger = logging.getLogger(__name__)
+
+PATHS = {BACKEND_NAME: f"{__name__}.Backend", OWN_NAME: f"{__name__}.NamedBackend"}
+"""Where vLLM finds the backend class of each name. A class returns the name that it is found by."""
+RECORDER = "pagetwin.recorder.wrappers.vllm"
+"""The module that a recorded backend's path leads to."""
 
 if TYPE_CHECKING:
     from .backend import PagetwinBackend
@@ -16,20 +23,18 @@ if TYPE_CHECKING:
 def register() -> None:
     """Make `--attention-backend CUSTOM` select pagetwin. May be called several times.
 
-    vLLM calls it in every process. Of vLLM, the registry of backends and the platform are imported.
-    If PAGETWIN_RECORD is set, every backend of the registry is recorded, not only this one.
+    From vLLM 0.32 on `PAGETWIN` does too, and CUSTOM stays with the package that has it already.
+    vLLM calls this in every process. Of vLLM, the registry of backends and the platform are
+    imported. If PAGETWIN_RECORD is set, every backend of the registry is recorded, not only this
+    one.
 
     Raises:
         ImportError: vLLM is not installed.
     """
     require("pagetwin.integrations.vllm", "vllm")
-    from vllm.v1.attention.backends.registry import (
-        AttentionBackendEnum,
-        register_backend,
-    )
 
     log_with_vllm()
-    register_backend(AttentionBackendEnum[BACKEND_NAME], f"{__name__}.Backend")
+    register_names()
     serve_on_cpu()
     if os.environ.get("PAGETWIN_RECORD"):
         from ...recorder.wrappers.vllm import record_vllm_backends
@@ -37,24 +42,86 @@ def register() -> None:
         record_vllm_backends()
 
 
+def register_names() -> None:
+    """Register the backend under the names that the installed vLLM takes."""
+    from vllm.v1.attention.backends.registry import (
+        AttentionBackendEnum,
+        register_backend,
+    )
+
+    takes_names = hasattr(AttentionBackendEnum, "register")
+    if takes_names and OWN_NAME not in AttentionBackendEnum.__members__:
+        # a second registration of the same string is an error
+        register_backend(OWN_NAME, PATHS[OWN_NAME])
+        copyreg.pickle(AttentionBackendEnum, _reduce_member)
+    custom: Any = AttentionBackendEnum[BACKEND_NAME]
+    owner = _path_of(custom)
+    if owner not in (None, PATHS[BACKEND_NAME]):
+        if takes_names:
+            logger.info(
+                "%s is %s: choose --attention-backend %s for pagetwin",
+                BACKEND_NAME,
+                owner,
+                OWN_NAME,
+            )
+            return
+        logger.warning(
+            "%s was %s and is pagetwin's now: set VLLM_PLUGINS to the plugin that is to have it",
+            BACKEND_NAME,
+            owner,
+        )
+    register_backend(custom, PATHS[BACKEND_NAME])
+
+
+def _path_of(member: Any) -> str | None:
+    """Return the path of a registered backend, not of its recorder; None if there is none."""
+    try:
+        path = str(member.get_path())
+    except ValueError:
+        return None
+    recorder = sys.modules.get(RECORDER)
+    if recorder is not None and path.startswith(f"{RECORDER}."):
+        found: str | None = recorder.plain_path(member.name)
+        return found
+    return path
+
+
+def _reduce_member(member: Any) -> Any:
+    """Pickle the added name by name, so that a process registers it before it reads it.
+
+    A member is pickled by its value. A spawned process reads the configuration before vLLM loads
+    plugins, and would not find the value.
+    """
+    if member.name == OWN_NAME:
+        return _load_member, (member.name,)
+    return type(member), (member.value,)
+
+
+def _load_member(name: str) -> Any:
+    """Return a member of vLLM's registry, after the registration."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register_names()
+    return AttentionBackendEnum[name]
+
+
 def serve_on_cpu() -> None:
-    """Let vLLM's platform for CPUs take CUSTOM, if it runs there. May be called several times.
+    """Let vLLM's platform for CPUs take pagetwin, if it runs there. May be called several times.
 
     That platform ignores the choice of a backend, so the model would be served by vLLM's own.
-    Choices other than CUSTOM are vLLM's.
+    Other choices are vLLM's.
 
     Raises:
         ImportError: vLLM is not installed.
     """
     require("pagetwin.integrations.vllm", "vllm")
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if not current_platform.is_cpu():
         return
     platform: Any = type(current_platform)
     plain = platform.get_attn_backend_cls.__func__
-    if getattr(plain, "takes_custom", False):
+    if getattr(plain, "takes_pagetwin", False):
         return
 
     def choose(
@@ -65,22 +132,21 @@ def serve_on_cpu() -> None:
         **kw: Any,
     ) -> str:
         """Return the path of a layer's backend, as the platform for CUDA does."""
-        custom: Any = AttentionBackendEnum[BACKEND_NAME]
-        if selected_backend != custom:
-            given = (selected_backend, attn_selector_config)
-            return str(plain(cls, *given, *args, **kw))
-        reasons = custom.get_class().validate_configuration(
+        chosen = selected_backend
+        if chosen is None or _path_of(chosen) not in PATHS.values():
+            return str(plain(cls, chosen, attn_selector_config, *args, **kw))
+        reasons = chosen.get_class().validate_configuration(
             device_capability=None, **attn_selector_config._asdict()
         )
         if reasons:
             raise ValueError(
-                f"Selected backend {custom} is not valid for this configuration."
+                f"Selected backend {chosen} is not valid for this configuration."
                 f" Reason: {reasons}"
             )
-        logger.info("Using %s backend.", custom)
-        return str(custom.get_path())
+        logger.info("Using %s backend.", chosen)
+        return str(chosen.get_path())
 
-    choose.takes_custom = True  # type: ignore[attr-defined]
+    choose.takes_pagetwin = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(choose)
 
 
@@ -98,15 +164,19 @@ def log_with_vllm() -> None:
 
 def __getattr__(name: str) -> Any:
     # vLLM resolves the registered path by getattr when it chooses a backend
-    if name == "Backend":
-        return choose_backend()
+    for backend_name, path in PATHS.items():
+        if path == f"{__name__}.{name}":
+            return choose_backend(backend_name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def choose_backend() -> "type[PagetwinBackend]":
+def choose_backend(name: str = BACKEND_NAME) -> "type[PagetwinBackend]":
     """Return the backend class for the model that vLLM is building.
 
     A model with latent attention (MLA) gets the class for it. vLLM has one name for both.
+
+    Args:
+        name: the name that the class returns: CUSTOM, or PAGETWIN from vLLM 0.32 on.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -118,10 +188,14 @@ def choose_backend() -> "type[PagetwinBackend]":
     installed_interface()
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
+    is_named = name == OWN_NAME
     if model is not None and model.use_mla:
-        from .latent import PagetwinLatentBackend
+        from . import latent
 
-        return PagetwinLatentBackend
-    from .backend import PagetwinBackend
+        classes: Any = (latent.PagetwinLatentBackend, latent.NamedLatentBackend)
+    else:
+        from . import backend
 
-    return PagetwinBackend
+        classes = (backend.PagetwinBackend, backend.NamedBackend)
+    chosen: type[PagetwinBackend] = classes[is_named]
+    return chosen

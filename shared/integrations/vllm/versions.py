@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "CUSTOM"
 """The name that vLLM has for a backend of another package, in all releases."""
+OWN_NAME = "PAGETWIN"
+"""The name that the plugin adds, in releases that take names of other packages."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class VllmInterface:
         has_shape_hooks: whether the backend gives the shape and the memory order of its cache.
             If not, vLLM does.
         has_cascade: whether vLLM asks for cascade attention.
+        takes_names: whether another package may add the name of its backend.
     """
 
     minor: tuple[int, int]
@@ -37,6 +40,7 @@ class VllmInterface:
     is_packed: bool
     has_shape_hooks: bool
     has_cascade: bool
+    takes_names: bool
 
     @property
     def name(self) -> str:
@@ -45,15 +49,15 @@ class VllmInterface:
 
 
 INTERFACES = (
-    VllmInterface((0, 25), "2.11.0", False, True, True),
-    VllmInterface((0, 26), "2.11.0", True, True, True),
-    VllmInterface((0, 27), "2.13.0", True, True, True),
-    VllmInterface((0, 28), "2.13.0", True, True, True),
-    VllmInterface((0, 29), "2.13.0", True, False, True),
-    VllmInterface((0, 30), "2.13.0", True, False, True),
-    VllmInterface((0, 31), "2.13.0", True, False, True),
-    VllmInterface((0, 32), "2.13.0", True, False, False),
-    VllmInterface((0, 33), "2.14.0", True, False, False),
+    VllmInterface((0, 25), "2.11.0", False, True, True, False),
+    VllmInterface((0, 26), "2.11.0", True, True, True, False),
+    VllmInterface((0, 27), "2.13.0", True, True, True, False),
+    VllmInterface((0, 28), "2.13.0", True, True, True, False),
+    VllmInterface((0, 29), "2.13.0", True, False, True, False),
+    VllmInterface((0, 30), "2.13.0", True, False, True, False),
+    VllmInterface((0, 31), "2.13.0", True, False, True, False),
+    VllmInterface((0, 32), "2.13.0", True, False, False, True),
+    VllmInterface((0, 33), "2.14.0", True, False, False, True),
 )
 """One entry per minor release, the oldest first."""
 

@@ -126,6 +126,11 @@ def record_vllm_backends() -> None:
         registry.register_backend(member, f"{__name__}.{member.name}")
 
 
+def plain_path(name: str) -> str | None:
+    """Return the path that a backend had before it was recorded; None if it is not recorded."""
+    return _PATHS.get(name)
+
+
 def __getattr__(name: str) -> Any:
     # vLLM resolves a path by getattr, and on CUDA the name of the class that it found
     for recorded in _RECORDED.values():
