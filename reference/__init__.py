@@ -72,6 +72,7 @@ from .batch.multimodal_prefix import (
     compute_mm_prefix_ranges,
     fill_mm_prefix_query_ranges,
 )
+from .batch.rswa import fill_rswa_query_ranges
 from .batch.scheduler import Scheduler
 from .batch.spec_decode import (
     reshape_attn_output_for_spec_decode,
@@ -163,6 +164,7 @@ __all__ = [
     "dcp_attention",
     "encoder_attention",
     "fill_mm_prefix_query_ranges",
+    "fill_rswa_query_ranges",
     "gather_cache",
     "get_attn_cg_support",
     "get_dcp_groups",

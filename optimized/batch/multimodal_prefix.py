@@ -71,11 +71,15 @@ def fill_mm_prefix_query_ranges(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
     query_start_loc_cpu: StartLoc,
     seq_lens_cpu: TokenCounts,
+    sliding_window: int | None = None,
+    clamp_sliding_window: bool = False,
 ) -> int:
     """Write the range of each new token and return how many rows were written."""
     if mm_prefix_range is None:
         return 0
-    check_query_ranges(out, mm_prefix_range, query_start_loc_cpu, seq_lens_cpu)
+    check_query_ranges(
+        out, mm_prefix_range, query_start_loc_cpu, seq_lens_cpu, sliding_window
+    )
     starts, seq_lens = query_start_loc_cpu.tolist(), seq_lens_cpu.tolist()
     # step: find the new tokens inside a range
     pieces = []
@@ -86,14 +90,24 @@ def fill_mm_prefix_query_ranges(
             begin = max(starts[req], origin + first)
             end = min(starts[req + 1], origin + last + 1)
             if first < last and begin < end:
-                pieces.append((slice(begin, end), (first, last)))
+                pieces.append((slice(begin, end), origin, first, last))
     if not pieces:
         return 0
+    # step: let the range begin in the token's window
+    window = sliding_window if clamp_sliding_window else None
+    firsts = [
+        first
+        if window is None
+        else np.maximum(
+            np.arange(tokens.start, tokens.stop) - origin - window + 1, first
+        )
+        for tokens, origin, first, _ in pieces
+    ]
     # step: write a row for every new token
     rows = out.numpy()
     rows[: starts[-1]] = -1
-    for tokens, positions in pieces:
-        rows[tokens] = positions
+    for (tokens, _, _, last), first_of_token in zip(pieces, firsts, strict=True):
+        rows[tokens, 0], rows[tokens, 1] = first_of_token, last
     return int(starts[-1])
 
 

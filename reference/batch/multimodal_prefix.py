@@ -4,6 +4,11 @@ In a prefix language model, the tokens of an image attend to each other in both 
 text stays causal. Each image is a range of positions, given by its first and its last. A key is
 visible if it is not after the query, or if it is in the query's range. The ranges of a request do
 not overlap.
+
+A layer with a window has one of two meanings. In Gemma 3 the range is beside the window: keys that
+are (causal and in the window) or in the range. In Gemma 4 the window limits both: (causal or in the
+range) and in the window, which hides no later keys. The second is a range that begins later, where
+the token's window does, so attention is the same (`clamp_sliding_window`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,6 +141,8 @@ def fill_mm_prefix_query_ranges(
     mm_prefix_range: Mapping[int, Sequence[tuple[int, int]]] | None,
     query_start_loc_cpu: StartLoc,
     seq_lens_cpu: TokenCounts,
+    sliding_window: int | None = None,
+    clamp_sliding_window: bool = False,
 ) -> int:
     """Write the range of each new token and return how many rows were written.
 
@@ -147,13 +154,18 @@ def fill_mm_prefix_query_ranges(
             they do not change causal attention. If None, there are none.
         query_start_loc_cpu: [reqs + 1] start of each request's new tokens.
         seq_lens_cpu: [reqs] tokens of each sequence, the new ones included.
+        sliding_window: Optional. Number of visible keys, the query's own included. If None, the
+            window is unlimited.
+        clamp_sliding_window: whether a token's range begins at the earliest in its window. If not,
+            the window does not matter here.
 
     Returns:
         Number of new tokens of the step, or 0 if none is in a range.
 
     Raises:
         IndexError: too few rows, or ranges of a request that is not in the batch.
-        ValueError: a sequence has fewer tokens than new ones, or a tensor is not on the host.
+        ValueError: a sequence has fewer tokens than new ones, a tensor is not on the host, or the
+            window is below 1.
 
     Source:
         vLLM's function of that name (0.33).
@@ -184,6 +196,10 @@ def fill_mm_prefix_query_ranges(
             for first, last in ranges:
                 if first < last and first <= position <= last:
                     written[token] = (first, last)
+            # step: let the range begin in the token's window
+            if clamp_sliding_window and sliding_window is not None and token in written:
+                first, last = written[token]
+                written[token] = (max(first, position - sliding_window + 1), last)
     if not written:
         return 0
     # step: write a row for every new token

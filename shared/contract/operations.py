@@ -272,6 +272,13 @@ CONCEPTS = (
         ),
     ),
     Concept(
+        "rswa",
+        "batch.rswa",
+        "Reference sliding windows (R-SWA): the prompt stays visible, and a window limits the"
+        " rest.",
+        ("fill_rswa_query_ranges",),
+    ),
+    Concept(
         "graph_state",
         "v0.graph_state",
         "CUDA graph state: captured decode steps and the buffers they read.",

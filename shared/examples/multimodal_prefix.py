@@ -66,6 +66,14 @@ EXAMPLES = (
                 step="find the new tokens inside a range",
             ),
             StoryStep(
+                "Nothing is clamped here. With a window of 2, position 6 would attend to"
+                " 5 and later keys, so its range (5, 9) would stay as it is; that of position"
+                " 8 would begin at 7.",
+                "[max(5, position - 2 + 1) for position in (6, 8)]",
+                "[5, 7]",
+                step="let the range begin in the token's window",
+            ),
+            StoryStep(
                 "Token 0 is text: (-1, -1). Row 3 is not used and does not change.",
                 "(out[0].tolist(), out[3].tolist())",
                 "([-1, -1], [0, 0])",

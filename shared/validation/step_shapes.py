@@ -363,10 +363,13 @@ def check_query_ranges(
     mm_prefix_range: Mapping[int, object] | None,
     query_start_loc_cpu: Tensor,
     seq_lens_cpu: Tensor,
+    sliding_window: int | None,
 ) -> None:
-    """Raise an error for a batch without such requests or lengths, or too few rows for it."""
+    """Raise an error for a batch without such requests or lengths, too few rows, or no window."""
     if mm_prefix_range is None:
         return
+    if sliding_window is not None:
+        check_positive(sliding_window=sliding_window)
     check_query_lens(query_start_loc_cpu, seq_lens_cpu)
     check_range_owners(mm_prefix_range, len(seq_lens_cpu))
     num_tokens = int(query_start_loc_cpu[-1])

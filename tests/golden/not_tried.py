@@ -133,9 +133,10 @@ def slopes_are_of_the_square_root(inputs: dict[str, Any]) -> bool:
 
 
 @not_tried("v033_mm_prefix_rswa_visible_keys")
-def the_window_begins_after_a_prefix(inputs: dict[str, Any]) -> bool:
-    """Windows that do not hide a prefix (R-SWA) do not exist here."""
-    return inputs.get("rswa_window") is not None
+def a_token_has_an_image_and_a_prompt(inputs: dict[str, Any]) -> bool:
+    """Two ranges for one token, that of its image and its prompt (R-SWA), do not exist here."""
+    both = ("mm_prefix_range", "rswa_window")
+    return all(inputs.get(name) is not None for name in both)
 
 
 @not_tried("v033_unified_attention_masks")

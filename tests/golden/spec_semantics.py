@@ -210,6 +210,9 @@ def visible_keys(inputs: dict[str, Any]) -> dict[str, Any]:
             row = []
             for key in range(length):
                 is_near = window is None or abs(position - key) < window
+                if inputs.get("rswa_window") is not None:
+                    is_near = position - key < inputs["rswa_window"]
+                    is_near |= key < int(inputs["rswa_prefix_lens"][req])
                 if window is not None and lookback is not None:
                     size = window // (lookback + 1)
                     is_near = 0 <= position // size - key // size <= lookback

@@ -153,7 +153,16 @@ def draw_mask(pick: Random) -> dict[str, Any]:
     return inputs | some(pick, 0.2, split_k_segments=[4])
 
 
+def draw_prompts(pick: Random) -> dict[str, Any]:
+    inputs = draw_mask(pick)
+    prompts = [pick.choice([0, 1, 5, 12, 40]) for _ in inputs["query_lens"]]
+    inputs["rswa_prefix_lens"] = torch.tensor(prompts, dtype=torch.int32)
+    return inputs | {"causal": True, "rswa_window": pick.choice([1, 2, 7, 30])}
+
+
 def draw_images(pick: Random) -> dict[str, Any]:
+    if pick.random() < 0.3:
+        return draw_prompts(pick)
     inputs, count = draw_mask(pick), pick.choice([1, 2, 3])
     ranges = [
         [[pick.randint(0, 20), pick.randint(0, 24)] for _ in range(count)]

@@ -129,7 +129,6 @@ def why_not(backend: Any, **changes: Any) -> str | None:
             "compute capability 7.5: expected 8.0 or newer",
         ),
         ({"use_sparse": True}, "use_sparse: expected dense attention"),
-        ({"use_mm_prefix": True}, "use_mm_prefix: expected causal prompts"),
     ],
     ids=str,
 )
@@ -156,6 +155,8 @@ def test_common_layers_are_not_rejected(version: str, dtype: torch.dtype) -> Non
     assert all(map(backend.supports_attn_type, kinds))
     assert not backend.supports_attn_type("other")
     assert backend.supports_sink() and backend.supports_sliding_window()
+    assert backend.supports_mm_prefix() and backend.supports_rswa()
+    assert why_not(backend, use_mm_prefix=True, kv_cache_dtype="fp8") is None
     assert backend.supports_non_causal() and backend.supports_batch_invariance()
     assert backend.supports_compute_capability(HOPPER)
     assert not backend.supports_compute_capability(SimpleNamespace(major=7, minor=5))

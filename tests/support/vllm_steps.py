@@ -22,12 +22,12 @@ POISON = 0x7F
 """A byte that is NaN in both FP8 dtypes."""
 
 
-def vllm_config(layers: dict[str, Any], drafts: int = 0) -> Any:
-    """Return what the plugin reads of vLLM's configuration."""
+def vllm_config(layers: dict[str, Any], drafts: int = 0, **model: Any) -> Any:
+    """Return what the plugin reads of vLLM's configuration, with further fields of the model."""
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=layers),
         scheduler_config=SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=48),
-        model_config=SimpleNamespace(max_model_len=MAX_BLOCKS * BLOCK_SIZE),
+        model_config=SimpleNamespace(max_model_len=MAX_BLOCKS * BLOCK_SIZE, **model),
         speculative_config=SimpleNamespace(num_speculative_tokens=drafts),
     )
 
@@ -59,6 +59,8 @@ class EngineSteps:
         device: device of the tensors.
         source: Optional. Steps whose layer owns the cache that this layer reads. If None, the
             layer has a cache of its own.
+        model: Optional. Fields of vLLM's `ModelConfig`, by name. If None, it has the length alone.
+        clamp: whether the layer limits its images to its window.
         options: further arguments of the layer, by name.
     """
 
@@ -74,6 +76,8 @@ class EngineSteps:
         attn_type: str = "decoder",
         device: str = DEVICE,
         source: "EngineSteps | None" = None,
+        model: dict[str, Any] | None = None,
+        clamp: bool = False,
         **options: Any,
     ) -> None:
         from pagetwin.integrations.vllm.plugin import choose_backend
@@ -99,8 +103,10 @@ class EngineSteps:
             impl=self.impl,
             _k_scale=torch.tensor(0.5, device=device),
             _v_scale=torch.tensor(0.25, device=device),
+            mm_prefix_clamp_sliding_window=clamp,
         )
-        self.config = vllm_config({"layer": self.layer})
+        self.config = vllm_config({"layer": self.layer}, **(model or {}))
+        self.of_step: dict[str, Any] = {}
         self.builder = backend.get_builder_cls()(
             None, ["layer"], self.config, torch.device(device)
         )
@@ -157,6 +163,8 @@ class EngineSteps:
             block_table_tensor=torch.cat([self.block_table] * 2).to(device),
             slot_mapping=torch.cat([*slots, torch.full((padding,), -1)]).to(device),
             causal=causal.to(device) if isinstance(causal, Tensor) else causal,
+            seq_lens_cpu_upper_bound=lens,
+            **self.of_step,
         )
         known = recorded(self.version)["modules"]["vllm.v1.attention.backend"]
         taken = known["classes"]["CommonAttentionMetadata"]["attributes"]
@@ -170,6 +178,7 @@ class EngineSteps:
         padding: int = 2,
         prefix: int = 0,
         output_scale: Tensor | None = None,
+        **masks: Any,
     ) -> float:
         """Run a step, and return the error of its output divided by the budget.
 
@@ -179,6 +188,7 @@ class EngineSteps:
             padding: rows after the last token, as in a captured graph. They are NaN.
             prefix: keys that all sequences share.
             output_scale: Optional. Scale of an FP8 output. If None, it is not quantised.
+            masks: options of the oracle in place of the layer's.
         """
         tokens, owns = sum(query_lens), self.impl.kv_sharing_target_layer_name is None
         query = self._rows(self.heads, tokens + padding)
@@ -203,7 +213,7 @@ class EngineSteps:
         self.impl.forward(
             self.layer, query, key, value, self.cache, metadata, out, scale
         )
-        return self.judge(query, query_lens, causal, out, output_scale)
+        return self.judge(query, query_lens, causal, out, output_scale, **masks)
 
     def judge(
         self,
@@ -212,8 +222,14 @@ class EngineSteps:
         causal: Any,
         out: Tensor,
         output_scale: Tensor | None = None,
+        **masks: Any,
     ) -> float:
-        """Return the error of an output divided by its budget; at most 1 is correct."""
+        """Return the error of an output divided by its budget; at most 1 is correct.
+
+        Args:
+            query, query_lens, causal, out, output_scale: of the step.
+            masks: options of the oracle in place of the layer's.
+        """
         tokens = sum(query_lens)
         parts = query[:tokens].cpu().split(list(query_lens))
         requests = [
@@ -227,6 +243,7 @@ class EngineSteps:
                 for name, given in self.options.items()
             },
         }
+        options |= masks
         if self.fp8 and not self.impl.own.is_uncached:
             options |= {"k_scale": 0.5, "v_scale": 0.25}
         answer = attend_by_hand(requests, options, tokens)

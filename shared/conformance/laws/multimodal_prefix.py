@@ -186,11 +186,15 @@ class Images:
         ranges: Optional. Pairs of a request and its ranges, in any order of requests. If None,
             no ranges are given.
         spare: Number of buffer rows after the last new token.
+        window: Optional. Number of visible keys. If None, all keys are visible.
+        clamp: Whether a range begins at the earliest in the window of its token.
     """
 
     step: Requests
     ranges: Ranges | None
     spare: int
+    window: int | None = None
+    clamp: bool = False
 
     def mapping(self) -> dict[int, list[tuple[int, int]]] | None:
         """Return the ranges as the argument of the operations."""
@@ -213,7 +217,11 @@ def images(draw: st.DrawFn) -> Images:
             first = last + pick.choice([1, 2, 4])
         ranges.append((req, tuple(own)))
     return Images(
-        step, pick.choice([None, *[tuple(ranges)] * 5]), pick.choice([0, 0, 3])
+        step,
+        pick.choice([None, *[tuple(ranges)] * 5]),
+        pick.choice([0, 0, 3]),
+        pick.choice([None, 1, 2, 3, 7]),
+        pick.choice([False, True]),
     )
 
 
@@ -226,6 +234,9 @@ LARGE_IMAGES = [
         0,
     ),
     Images(CROWD, ((65_599, ((3, 9),)),), spare=3),
+    Images(LONG, ((0, ((65_590, 131_200),)),), 0, window=300, clamp=True),
+    Images(LONG, ((0, ((65_590, 131_200),)),), 0, window=300),
+    Images(LONG, ((0, ((65_590, 131_200),)),), 0, window=70_000, clamp=True),
 ]
 """Requests, positions and images per request that do not fit 8 and 16 bits."""
 
@@ -272,14 +283,19 @@ UNTOUCHED = -99
 def every_new_token_gets_the_range_that_holds_it(
     setting: Setting, cases: list[Images]
 ) -> None:
-    """Rows after the new tokens are not written. Without an image, no row is written."""
+    """Rows after the new tokens are not written. Without an image, no row is written.
+
+    A range that a window clamps begins where the window of its token does. Then a key is visible if
+    it is in the window and (causal or in the range), as in Gemma 4.
+    """
     for images in cases:
         step, total = images.step, sum(images.step.new)
         out = torch.full((total + images.spare, 2), UNTOUCHED, dtype=torch.int32)
         starts, lens = counts(step.starts), counts(step.seq_lens)
         ranges = images.mapping()
+        windows = {} if images.window is None else {"sliding_window": images.window}
         written = setting.candidate.fill_mm_prefix_query_ranges(
-            out, ranges, starts, lens
+            out, ranges, starts, lens, **windows, clamp_sliding_window=images.clamp
         )
         expect_same("the ranges afterwards", ranges, images.mapping())
         expect_same("the lengths afterwards", lens, counts(step.seq_lens))
@@ -292,6 +308,10 @@ def every_new_token_gets_the_range_that_holds_it(
                 if span[0] <= position <= span[1] and span[0] != span[1]
             ]
             is_any = is_any or bool(inside)
+            if inside and images.clamp and images.window is not None:
+                in_window = range(position - images.window + 1, position + 1)
+                earlier, last = inside[0]
+                inside = [(max(earlier, in_window[0]), last)]
             right.append(inside[0] if inside else (-1, -1))
         if not is_any:
             right = [(UNTOUCHED, UNTOUCHED)] * total
@@ -353,6 +373,11 @@ REJECTED = [
         (4, {0: [(0, 3)]}, (0, 4), (3,)),
         "more new tokens than tokens",
     ),
+    BadImages(
+        "fill_mm_prefix_query_ranges",
+        (4, {0: [(0, 3)]}, (0, 4), (4,), 0, True),
+        "a window without a key",
+    ),
 ]
 
 
@@ -370,9 +395,9 @@ def impossible_images_are_rejected(setting: Setting, invalid: BadImages) -> None
     )
     out = None
     if invalid.operation == "fill_mm_prefix_query_ranges":
-        rows, ranges, starts, lens = given
+        rows, ranges, starts, lens, *window = given
         out = torch.full((rows, 2), UNTOUCHED, dtype=torch.int32)
-        given = (out, ranges, counts(starts), counts(lens))
+        given = (out, ranges, counts(starts), counts(lens), *window)
     expect_rejection(
         invalid.what,
         lambda: operation(*given),

@@ -24,6 +24,16 @@ class Reasons:
     supported_kv_cache_dtypes: ClassVar[list[str]]
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Return False: images whose tokens attend to each other."""
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Return False: windows that do not hide the prompt."""
+        return False
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -43,7 +53,7 @@ class Reasons:
         reasons = []
         if use_sparse:
             reasons.append("use_sparse: expected dense attention")
-        if use_mm_prefix:
+        if use_mm_prefix and not cls.supports_mm_prefix():
             reasons.append("use_mm_prefix: expected causal prompts")
         if device_capability is not None and device_capability.major < 8:
             reasons.append(
@@ -121,6 +131,16 @@ class PagetwinBackend(Reasons, _Shape, AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         """Return True."""
+        return True
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Return True: the tokens of an image attend to each other, with any cache."""
+        return True
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        """Return True: windows that do not hide the prompt."""
         return True
 
     @classmethod

@@ -5,7 +5,7 @@ CUDA graph reads the values of each replay.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 from ...contract.operations import Implementation
 from ...validation.integrations import load_for
 from .context_parallel import SharedBatch
+from .ranges import StepRanges, clamp_of
 from .settings import IMPLEMENTATION_VARIABLE, read_settings
 from .warm_up import StepBounds
 
@@ -35,6 +36,13 @@ class PagetwinMetadata:
         causal: whether tokens attend only to earlier ones; [reqs] bool sets it per request.
         common_prefix_len: keys that all requests share and that are read once; 0 if there is no
             cascade in this step.
+        query_ranges: [rows, 2] int32 range of each new token that no mask hides, by the window of
+            the layers that it is for; None is for layers that do not limit their images. Empty if
+            no new token has a range.
+        mm_prefix_range: Optional. vLLM's ranges of images. A model sets it to None for layers that
+            are causal in images too. If None, ranges of images do not count.
+        rswa_window: Optional. The window of the layers beside the range of a prompt. If None, they
+            have their own.
         shared_batch: Optional. The part of this rank, if ranks share the keys. The first layer of
             the step sets it. If None, no layer has.
     """
@@ -48,7 +56,18 @@ class PagetwinMetadata:
     slot_mapping: Tensor
     causal: bool | Tensor = True
     common_prefix_len: int = 0
+    query_ranges: dict[int | None, Tensor] = field(default_factory=dict)
+    mm_prefix_range: Any = None
+    rswa_window: int | None = None
     shared_batch: SharedBatch | None = None
+
+    def ranges_of(self, layer: Any) -> Tensor | None:
+        """Return the ranges for one of vLLM's layers; None if it has none in this step."""
+        if self.rswa_window is None and self.mm_prefix_range is None:
+            return None
+        return self.query_ranges.get(
+            clamp_of(layer) if self.rswa_window is None else None
+        )
 
 
 class CapturesUniformBatches:
@@ -62,10 +81,17 @@ class CapturesUniformBatches:
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
     ) -> AttentionCGSupport:
-        """Return NEVER if the implementation may read tensors on the host."""
-        if read_settings().implementation == "optimized":
-            return cls._cudagraph_support
-        return AttentionCGSupport.NEVER
+        """Return NEVER if the implementation may read tensors on the host.
+
+        A step of requests with the same number of new tokens may be the last tokens of images, if
+        their first ones are cached. With one token each it is a step of decodes to attention.
+        """
+        if read_settings().implementation != "optimized":
+            return AttentionCGSupport.NEVER
+        model = getattr(vllm_config, "model_config", None)
+        if getattr(model, "is_mm_prefix_lm", False):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return cls._cudagraph_support
 
 
 class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
@@ -83,8 +109,21 @@ class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.run = load_plugin_implementation()
         impls = give_bounds(vllm_config, layer_names)
+        layers = [
+            layer
+            for layer in (
+                vllm_config.compilation_config.static_forward_context.get(name)
+                for name in layer_names
+            )
+            if hasattr(layer, "impl")
+        ]
+        self.ranges = StepRanges(self.run, vllm_config, layers, device)
+        for impl in impls:
+            impl.ranges = self.ranges
         # vLLM does not tell whether a layer has what a cascade does not take
-        self.takes_cascade = all(impl.takes_cascade for impl in impls)
+        self.takes_cascade = not self.ranges and all(
+            impl.takes_cascade for impl in impls
+        )
 
     def build(
         self,
@@ -102,6 +141,7 @@ class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
         """
         common = common_attn_metadata
         reqs = common.num_reqs
+        ranges = self.ranges.of_step(common) if self.ranges else {}
         return PagetwinMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=int(common.max_query_len),
@@ -113,6 +153,9 @@ class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             causal=common.causal,
             common_prefix_len=int(common_prefix_len),
+            query_ranges=ranges,
+            mm_prefix_range=common.mm_req_doc_ranges if ranges else None,
+            rswa_window=self.ranges.rswa_window,
         )
 
     def update_block_table(

@@ -10,7 +10,8 @@ from vllm.v1.attention.backend import AttentionType
 from ...contract.attention_options import AttentionOptions
 from .builder import PagetwinMetadata, load_plugin_implementation
 from .caches import FP8_NAMES, split_layer_cache
-from .settings import read_settings
+from .ranges import StepRanges
+from .settings import is_batch_invariant, read_settings
 from .shared_layers import share_keys
 from .warm_up import StepBounds, can_compile, warm_up_layers
 
@@ -30,6 +31,8 @@ class PagetwinImpl(VllmAttentionImpl):
         bounds: Optional. Upper bounds of the steps, set by the metadata builder. If None, nothing
             is compiled ahead of the first step.
         engine_layers: all of the engine's layers, set with `bounds`. Empty after the warm-up.
+        ranges: Optional. The ranges of its steps, set by the metadata builder. If None, no step has
+            any.
 
     Raises:
         ValueError, NotImplementedError: what the twin's own layer rejects, prefill context
@@ -63,6 +66,7 @@ class PagetwinImpl(VllmAttentionImpl):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.attn_type = getattr(attn_type, "value", attn_type)
+        self.sliding_window = sliding_window
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.own = self.run.backends[0].get_impl_cls()(
             num_heads,
@@ -101,6 +105,7 @@ class PagetwinImpl(VllmAttentionImpl):
         )
         self.bounds: StepBounds | None = None
         self.engine_layers: tuple[Any, ...] = ()
+        self.ranges: StepRanges | None = None
         self._warms_up = read_settings().warms_up
         self._options: dict[Any, AttentionOptions] = {}
         self._cache: Tensor | None = None
@@ -175,7 +180,7 @@ class PagetwinImpl(VllmAttentionImpl):
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output[:tokens]
         options = self._options_of(
-            layer, query.device, attn_metadata.causal, output_scale
+            layer, query.device, attn_metadata.causal, output_scale, attn_metadata
         )
         if self.own.is_uncached:
             assert key is not None and value is not None
@@ -226,9 +231,13 @@ class PagetwinImpl(VllmAttentionImpl):
         device: torch.device,
         causal: bool | Tensor,
         output_scale: Tensor | None = None,
+        step: PagetwinMetadata | None = None,
     ) -> AttentionOptions:
         """Return the options of a step. Those without a tensor of the step are kept."""
-        kept = output_scale is None and isinstance(causal, bool)
+        ranges = window = None
+        if step is not None and step.query_ranges and not self.own.is_uncached:
+            ranges, window = step.ranges_of(layer), step.rswa_window
+        kept = output_scale is None and isinstance(causal, bool) and ranges is None
         kind = (device, causal) if kept else None
         scales = {}
         if self._is_fp8 and not self.own.is_uncached:
@@ -245,6 +254,8 @@ class PagetwinImpl(VllmAttentionImpl):
             # None is the default of an operation, and makes the plain call cheap
             causal=None if causal is (not self.own.is_uncached) else causal,
             batch_invariant=True if self._invariant else None,
+            query_ranges=ranges,
+            sliding_window=window,
             **scales,
         )
         assert options is not None
@@ -264,13 +275,17 @@ class PagetwinImpl(VllmAttentionImpl):
         warms_up = self._warms_up and not self.own.is_uncached
         if warms_up and not can_compile(kv_cache):
             return
+        of_steps = self.ranges.of_options if self.ranges else lambda options: (options,)
         alike = [layer, *filter(self._is_alike, self.engine_layers)]
         self.bounds, self.engine_layers = None, ()
         if not warms_up:
             return
         options = [
-            other.impl._options_of(other, query.device, not other.impl.own.crosses)
+            option
             for other in alike
+            for option in of_steps(
+                other.impl._options_of(other, query.device, not other.impl.own.crosses)
+            )
         ]
         warm_up_layers(
             self.run.name,
@@ -291,10 +306,3 @@ class PagetwinImpl(VllmAttentionImpl):
         return not other.own.is_uncached and all(
             getattr(other, name) == getattr(self, name) for name in names
         )
-
-
-def is_batch_invariant() -> bool:
-    """Return whether vLLM was told to be batch invariant (VLLM_BATCH_INVARIANT=1)."""
-    import vllm.envs as envs
-
-    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))

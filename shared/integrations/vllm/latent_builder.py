@@ -15,6 +15,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from .builder import CapturesUniformBatches, give_bounds
 from .caches import FP8_NAMES
 from .settings import read_settings
+from .warm_up import StepBounds
 
 DECODE_THRESHOLD = 128
 """New tokens of a request up to which it is computed as a decode on Hopper chips.
@@ -47,6 +48,7 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
             supports_dcp_with_varlen=True,
         )
         give_bounds(vllm_config, layer_names, self.reorder_batch_threshold)
+        self.draft_len = StepBounds.of(vllm_config).decode_query_len
 
     def build(
         self,
@@ -59,8 +61,12 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
         if metadata.num_decodes:
             starts = common_attn_metadata.query_start_loc_cpu
             lens = starts[: metadata.num_decodes + 1].diff()
-            # requests of a captured graph may have no tokens
-            metadata.decode.max_query_len = max(1, int(lens.max()))
+            # On the device, drafts may be divided among the requests otherwise, and requests of a
+            # captured graph may have no tokens.
+            longest = max(int(lens.max()), self.draft_len)
+            metadata.decode.max_query_len = max(
+                1, min(longest, int(common_attn_metadata.max_query_len))
+            )
         return metadata
 
 

@@ -35,3 +35,10 @@ def read_settings() -> PluginSettings:
         raise ValueError(f"{WARM_UP_VARIABLE} = {warm_up!r}: expected 0 or 1")
     name = os.environ.get(IMPLEMENTATION_VARIABLE) or "optimized"
     return PluginSettings(name, warm_up == "1")
+
+
+def is_batch_invariant() -> bool:
+    """Return whether vLLM was told to be batch invariant (VLLM_BATCH_INVARIANT=1)."""
+    import vllm.envs as envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))

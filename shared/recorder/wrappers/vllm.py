@@ -4,11 +4,11 @@ vLLM resolves each backend by a path in its registry, when an engine chooses it.
 is set, `record_vllm_backends` replaces the paths by paths into this module, which gives a recorded
 subclass of the same backend.
 
-Layers that are not checked: cross-attention, encoders, chunked local attention, sparse latent
-attention, context parallelism and FP8 outputs. Their steps run as without a recorder. With an FP8
-query the writes are compared, and attention too where it is that of FlashAttention-3. Of backends
-whose caches are not in `PLAIN_CACHES` the bookkeeping alone is checked. Latent attention (MLA) is
-wrapped in `vllm_latent.py`.
+Layers that are not checked: cross-attention, encoders, chunked local attention, windows beside a
+prompt (R-SWA), sparse latent attention, context parallelism and FP8 outputs. Their steps run as
+without a recorder. With an FP8 query the writes are compared, and attention too where it is that of
+FlashAttention-3. Of backends whose caches are not in `PLAIN_CACHES` the bookkeeping alone is
+checked. Latent attention (MLA) is wrapped in `vllm_latent.py`.
 """
 
 import importlib
@@ -188,6 +188,7 @@ def _has_other_masks(impl: Any, metadata: Any) -> bool:
         bool(getattr(impl, "use_alibi_sqrt", False))
         or getattr(impl, "chunk_lookback", -1) > -1
         or getattr(metadata, "mm_prefix_range", None) is not None
+        or getattr(metadata, "rswa_window", None) is not None
     )
 
 

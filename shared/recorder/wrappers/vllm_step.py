@@ -1,16 +1,21 @@
 """Steps of vLLM: how their metadata are read, and the names of backends and caches."""
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, ClassVar
 
 from ...contract.cache_formats import CACHE_DTYPE_NAMES
 from ..step import StepTensors
 from .vllm_schedule import WINDOW_SPEC, WorkerSteps
 
+LOGGER = logging.getLogger("pagetwin.recorder")
 OWN_NAMES = ("CUSTOM", "PAGETWIN")
 """Names under which pagetwin's own backend is registered; its FP8 writes are compared exactly."""
 PLAIN_DTYPES = ("auto", "float16", "bfloat16", *CACHE_DTYPE_NAMES)
 """vLLM's names of caches that are not quantised, or to FP8 with one scale per layer."""
+PROMPT_SPEC = "RSWASpec"
+"""vLLM's name of caches that give up the blocks between a prompt and a window (R-SWA)."""
 SHARED = {
     "decode_context_parallel_size": (1, "ranks share the keys"),
     "prefill_context_parallel_size": (1, "ranks share the tokens"),
@@ -72,6 +77,15 @@ class VllmStepReader:
         return self._steps.scheduler_group(builder.recorded_layers)
 
 
+@cache
+def _say_skipped(kind: str) -> None:
+    """Log once that the steps of a kind of cache are not checked."""
+    LOGGER.warning(
+        "flight recorder: %s: the blocks and the attention of its layers are not checked",
+        kind,
+    )
+
+
 def read_step(
     builder: Any, common: Any, specs: Sequence[str], steps: WorkerSteps
 ) -> StepTensors | None:
@@ -86,6 +100,8 @@ def read_step(
     spec = builder.kv_cache_spec
     kind = type(spec).__name__
     if kind not in specs:
+        if kind == PROMPT_SPEC:
+            _say_skipped(kind)
         return None
     if getattr(spec, "attention_chunk_size", None) is not None:
         return None

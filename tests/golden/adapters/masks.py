@@ -100,11 +100,14 @@ def visible_keys(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     window, causal = inputs["sliding_window"], inputs["causal"]
     lookback = inputs.get("chunk_lookback")
     is_chunked = window is not None and lookback is not None and lookback >= 0
+    prompts = inputs.get("rswa_window") is not None
+    if prompts:
+        window = inputs["rswa_window"]
     options = AttentionOptions(
         causal=torch.tensor(causal) if isinstance(causal, list) else causal,
         sliding_window=None if is_chunked else window,
         attention_chunk_size=window // (lookback + 1) if is_chunked else None,
-        query_ranges=ranges_of_tokens(inputs),
+        query_ranges=(ranges_of_prompts if prompts else ranges_of_tokens)(twin, inputs),
     )
     heads = inputs["query_heads_per_kv_head"]
     seen = visible_slots(twin, query_lens, seq_lens, table, BLOCK_SIZE, options, heads)
@@ -122,23 +125,41 @@ def visible_keys(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def ranges_of_tokens(inputs: dict[str, Any]) -> Tensor | None:
+def ranges_of_tokens(twin: Any, inputs: dict[str, Any]) -> Tensor | None:
     """Return the range of each new token; (-1, -1) outside of all images.
 
-    Ranges that share a token have one range together. Under the clamp a token's range begins where
-    its window begins.
+    Ranges that share a token have one range together, so each is filled in by itself. A request
+    has as many recorded ranges as the others.
     """
     recorded = inputs.get("mm_prefix_range")
     if recorded is None:
         return None
-    is_clamped = inputs.get("mm_prefix_clamp_sliding_window", False)
-    window, rows = inputs["sliding_window"], []
-    lens = zip(inputs["query_lens"], inputs["seq_lens"], strict=True)
-    for (new, length), ranges in zip(lens, recorded.tolist(), strict=True):
-        for position in range(length - new, length):
-            own = [(a, b) for a, b in ranges if a < b and a <= position <= b]
-            first = min((a for a, _ in own), default=-1)
-            if own and is_clamped and window is not None:
-                first = max(first, position + 1 - window)
-            rows.append((first, max((b for _, b in own), default=-1)))
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 2)
+    found = torch.full((sum(inputs["query_lens"]), 2), -1, dtype=torch.int32)
+    for index in range(recorded.shape[1]):
+        out = torch.full_like(found, -1)
+        twin.fill_mm_prefix_query_ranges(
+            out,
+            {req: [tuple(row[index])] for req, row in enumerate(recorded.tolist())},
+            starts_of(inputs["query_lens"]),
+            torch.tensor(inputs["seq_lens"], dtype=torch.int32),
+            inputs["sliding_window"],
+            inputs.get("mm_prefix_clamp_sliding_window", False),
+        )
+        # no range is -1: the later first position is that of the only range
+        first = torch.where(
+            (found < 0) | (out < 0), found.maximum(out), found.minimum(out)
+        )
+        found = torch.stack([first[:, 0], found.maximum(out)[:, 1]], 1)
+    return found
+
+
+def ranges_of_prompts(twin: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return the range of each new token that its window does not hide."""
+    out = torch.empty(sum(inputs["query_lens"]), 2, dtype=torch.int32)
+    twin.fill_rswa_query_ranges(
+        out,
+        inputs["rswa_prefix_lens"],
+        starts_of(inputs["query_lens"]),
+        torch.tensor(inputs["seq_lens"], dtype=torch.int32),
+    )
+    return out
