@@ -79,7 +79,9 @@ def run(name: str, threads: int) -> dict[str, Any]:
     """Warm up for a model, make calls, and return what was compiled and when."""
     compiled: list[tuple[str, float]] = []
 
-    def note(src: Any, metadata: Any, group: Any, times: Any, hit: bool) -> None:
+    def note(
+        src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool
+    ) -> None:
         stages = sum(stage for _, stage in times.lowering_stages)
         compiled.append((src.name, (times.ir_initialization + stages) / 1e6))
 

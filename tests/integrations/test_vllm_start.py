@@ -252,6 +252,22 @@ def test_kernels_are_compiled_in_the_first_run_that_has_a_cache(
     assert "warm-up: 1 kernels of layers with 4 query heads" in caplog.text
 
 
+def test_the_kernels_of_cascades_are_compiled_where_vllm_may_ask_for_them(
+    version: str, warmed: list[Any]
+) -> None:
+    """To 0.31, with prefix caching. The first shared prefix compiled them in a request."""
+    for window, is_on in ((None, False), (None, True), (9, True)):
+        steps = EngineSteps(version, sliding_window=window, head_size=48)
+        steps.config.model_config.disable_cascade_attn = not is_on
+        steps.config.cache_config = SimpleNamespace(enable_prefix_caching=True)
+        type(steps.builder)(None, ["layer"], steps.config, torch.device("cpu"))
+        query = steps._rows(steps.heads, 2)
+        out = torch.empty_like(query)
+        steps.impl.forward(steps.layer, query, None, None, steps.cache, None, out)
+    found = [spec.cascades for spec in warmed]
+    assert found == ([False, True, False] if version == OLDEST else [False, False])
+
+
 def test_layers_of_one_kind_are_warmed_up_once(version: str, warmed: list[Any]) -> None:
     for window in (9, 9, 5):
         start(EngineSteps(version, sliding_window=window))

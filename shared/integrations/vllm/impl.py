@@ -295,6 +295,7 @@ class PagetwinImpl(VllmAttentionImpl):
             options,
             bounds,
             None if self.shared is None else self.shared.allocate(query, output),
+            cascades=bounds.has_cascades and self.takes_cascade and not self.ranges,
         )
 
     def _is_alike(self, layer: Any) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from .context_parallel import LayerKind
+from .versions import installed_interface
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +31,14 @@ class StepBounds:
         max_query_len: new tokens of a request in one step.
         max_seq_len: keys of a request.
         decode_query_len: new tokens of a decode: one, and one per speculative token.
+        has_cascades: whether vLLM may ask for a prefix that all requests share to be read once.
     """
 
     max_num_reqs: int
     max_query_len: int
     max_seq_len: int
     decode_query_len: int = 1
+    has_cascades: bool = False
 
     @classmethod
     def of(cls, vllm_config: Any) -> "StepBounds":
@@ -44,11 +47,18 @@ class StepBounds:
         speculative = getattr(vllm_config, "speculative_config", None)
         drafts = getattr(speculative, "num_speculative_tokens", None) or 0
         max_seq_len = int(model.max_model_len)
+        cache = getattr(vllm_config, "cache_config", None)
+        has_cascades = (
+            installed_interface().has_cascade
+            and not getattr(model, "disable_cascade_attn", True)
+            and bool(getattr(cache, "enable_prefix_caching", False))
+        )
         return cls(
             max_num_reqs=int(scheduler.max_num_seqs),
             max_query_len=min(int(scheduler.max_num_batched_tokens), max_seq_len),
             max_seq_len=max_seq_len,
             decode_query_len=1 + int(drafts),
+            has_cascades=has_cascades,
         )
 
 
@@ -61,6 +71,7 @@ def warm_up_layers(
     bounds: StepBounds,
     shared: LayerKind | None = None,
     lse: bool = False,
+    cascades: bool = False,
 ) -> int:
     """Compile the kernels of layers that differ in options, once per process and kind of layer.
 
@@ -75,6 +86,7 @@ def warm_up_layers(
         shared: Optional. What layers of this kind share, if ranks share their keys. If None, they
             do not.
         lse: whether the calls have a log-sum-exp.
+        cascades: whether a prefix that all requests share is read once.
 
     Returns:
         how many kernels there are.
@@ -83,7 +95,7 @@ def warm_up_layers(
     of_all = (
         *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
         *(key.device, num_query_heads, dtype, bounds),
-        *(None if shared is None else id(shared), lse),
+        *(None if shared is None else id(shared), lse, cascades),
     )
     new = []
     with _LOCK:
@@ -112,6 +124,7 @@ def warm_up_layers(
         dtype=dtype,
         options=tuple(new),
         lse=(lse,),
+        cascades=cascades,
     )
     kernels = (
         top.warm_up(spec)
