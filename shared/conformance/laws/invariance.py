@@ -158,21 +158,34 @@ def a_prompt_token_by_token_equals_the_prompt_in_one_step(
 
 
 BOUNDS = [
-    (query_lens, query_bound, key_bound, name)
-    for query_lens in ((1, 1), (3, 1), (20, 1))
+    (lens, query_bound, key_bound, name)
+    for lens in (
+        ((1, 1), (40, 70)),
+        ((3, 1), (40, 70)),
+        ((20, 1), (40, 70)),
+        # drafts that the device divides otherwise than the host, and requests without tokens
+        ((4, 0, 1, 0), (40, 12, 70, 0)),
+        ((0, 1, 0), (0, 70, 9)),
+    )
     for query_bound, key_bound in ((0, 0), (1, 30), (40, 230), (0, 3930))
-    for name in ("plain", "window", "sinks")
-    if key_bound < 3000 or query_lens == (1, 1)
+    for name in ("plain", "window", "sinks", "flags", "ranges")
+    if (key_bound < 3000 or lens[0] == (1, 1))
+    and (name not in ("flags", "ranges") or key_bound == 230)
 ]
 
 
 @law("paged_attention", cases=BOUNDS)
 def larger_bounds_change_nothing_beyond_rounding(
-    setting: Setting, case: tuple[tuple[int, int], int, int, str]
+    setting: Setting,
+    case: tuple[tuple[tuple[int, ...], tuple[int, ...]], int, int, str],
 ) -> None:
-    """Larger bounds may give a row more splits, most of which are then empty."""
-    query_lens, query_bound, key_bound, name = case
-    plan = BatchPlan(query_lens, (40, 70), spare_blocks=300, kv_heads=1, needle="last")
+    """`max_query_len` and `max_seq_len` are upper bounds only: the host knows no more of drafts.
+
+    Larger bounds may give a row more splits, most of which are then empty. Requests without new
+    tokens, or without keys, take no part.
+    """
+    (query_lens, key_lens), query_bound, key_bound, name = case
+    plan = BatchPlan(query_lens, key_lens, spare_blocks=300, kv_heads=1, needle="last")
     plan = setting.fit(plan)
     call = paged_call(plan, setting.device)
     call = call.changed(
@@ -182,6 +195,14 @@ def larger_bounds_change_nothing_beyond_rounding(
         call = call.changed(sliding_window=9)
     if name == "sinks":
         call = call.changed(sinks=torch.tensor([0.0, 3.0]))
+    if name == "flags":
+        flags = [req % 2 == 0 for req in range(len(plan.query_lens))]
+        call = call.changed(causal=torch.tensor(flags))
+    if name == "ranges":
+        ranges = [[2, 5]] * (sum(plan.query_lens) + plan.padding)
+        call = call.changed(
+            query_ranges=torch.tensor(ranges, dtype=torch.int32), sliding_window=3
+        )
     expect_right(setting, call, run_call(setting, call))
 
 

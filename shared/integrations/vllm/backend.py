@@ -34,6 +34,11 @@ class Reasons:
         return False
 
     @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Return True: of the host's lengths the maxima alone are used, as upper bounds."""
+        return True
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,

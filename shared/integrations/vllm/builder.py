@@ -71,11 +71,24 @@ class PagetwinMetadata:
 
 
 class CapturesUniformBatches:
-    """The batches of a metadata builder that vLLM may capture in a CUDA graph."""
+    """The batches of a metadata builder that vLLM may capture in a CUDA graph.
+
+    Attributes:
+        supports_draft_decode_metadata_update: whether the metadata of a step of drafts hold for the
+            next one. Those of ranks that share keys, and ranges of prompts, are computed per step.
+    """
 
     # A graph of a mixed batch would freeze the kernels that its dummy batch chose by
     # max_query_len, so it is not ALWAYS. A graph of uniform batches has one query length.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update: bool = False
+
+    def update_draft_decode_metadata(self, metadata: Any) -> None:
+        """Do nothing: the metadata are views of buffers that vLLM has advanced already.
+
+        vLLM calls it between the steps of a draft model, and may capture all of them in one graph.
+        What the host knows of such steps are upper bounds.
+        """
 
     @classmethod
     def get_cudagraph_support(
@@ -120,6 +133,10 @@ class PagetwinMetadataBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
         self.ranges = StepRanges(self.run, vllm_config, layers, device)
         for impl in impls:
             impl.ranges = self.ranges
+        self.supports_draft_decode_metadata_update = (
+            self.ranges.rswa_window is None
+            and all(impl.shared is None for impl in impls)
+        )
         # vLLM does not tell whether a layer has what a cascade does not take
         self.takes_cascade = not self.ranges and all(
             impl.takes_cascade for impl in impls

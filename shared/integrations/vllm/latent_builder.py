@@ -48,6 +48,8 @@ class PagetwinLatentBuilder(CapturesUniformBatches, MLACommonMetadataBuilder):
             supports_dcp_with_varlen=True,
         )
         give_bounds(vllm_config, layer_names, self.reorder_batch_threshold)
+        ranks = getattr(self, "dcp_world_size", 1)
+        self.supports_draft_decode_metadata_update = ranks == 1
         self.draft_len = StepBounds.of(vllm_config).decode_query_len
 
     def build(
