@@ -55,6 +55,12 @@ from .batch.batch_split import (
     split_prefill_chunks,
 )
 from .batch.causal_conv import compute_causal_conv1d_metadata
+from .batch.draft_steps import (
+    compute_token_to_req_indices,
+    eagle_prepare_inputs_padded,
+    eagle_prepare_next_token_padded,
+    eagle_step_update_slot_mapping_and_metadata,
+)
 from .batch.fast_prefill import (
     create_fast_prefill_custom_backend,
     make_kv_sharing_fast_prefill_common_attn_metadata,
@@ -158,10 +164,14 @@ __all__ = [
     "compute_slot_mapping_batch",
     "compute_slot_mapping_device",
     "compute_slot_mapping_start_idx",
+    "compute_token_to_req_indices",
     "concat_and_cache_mla",
     "copy_blocks",
     "create_fast_prefill_custom_backend",
     "dcp_attention",
+    "eagle_prepare_inputs_padded",
+    "eagle_prepare_next_token_padded",
+    "eagle_step_update_slot_mapping_and_metadata",
     "encoder_attention",
     "fill_mm_prefix_query_ranges",
     "fill_rswa_query_ranges",

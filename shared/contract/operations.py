@@ -217,6 +217,17 @@ CONCEPTS = (
         is_single=True,
     ),
     Concept(
+        "draft_steps",
+        "batch.draft_steps",
+        "Steps of a draft model: lengths, slots and tokens that the host does not know.",
+        (
+            "eagle_prepare_next_token_padded",
+            "eagle_prepare_inputs_padded",
+            "eagle_step_update_slot_mapping_and_metadata",
+            "compute_token_to_req_indices",
+        ),
+    ),
+    Concept(
         "causal_conv",
         "batch.causal_conv",
         "Causal convolution: the chunk of tokens that each program processes.",

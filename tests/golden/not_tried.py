@@ -35,7 +35,6 @@ FILES = {
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",
     "v033_mamba_prefill_checkpoint": "recurrent state",
-    "v033_draft_metadata": "steps of draft models",
 }
 """Files whose function does not exist here, and what it belongs to."""
 
@@ -117,6 +116,16 @@ def specs_differ_in_a_missing_field(inputs: dict[str, Any]) -> bool:
     return any(
         spec.get(name) != specs[0].get(name) for spec in specs for name in NO_EFFECT
     )
+
+
+# ---- steps of a draft model
+
+
+@not_tried("v033_draft_metadata")
+def metadata_of_another_backend_are_updated(inputs: dict[str, Any]) -> bool:
+    """The backend (rings, sparse attention, Octave) or the loop of drafts does not exist here."""
+    names = ("capacity", "compress_ratio", "num_actual_tokens", "draft_tokens")
+    return any(name in inputs for name in names)
 
 
 # ---- score functions and masks
