@@ -247,11 +247,11 @@ def write_model(folder: Path, name: str) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[name], indent=1))
     if has_audio(name):
-        _write_processor(path, MODELS[name])
+        write_processor(path, MODELS[name])
     return path
 
 
-def _write_processor(path: Path, config: dict[str, Any]) -> None:
+def write_processor(path: Path, config: dict[str, Any]) -> None:
     """Write a tokenizer of numbered words, and the settings of the spectrogram."""
     from transformers import WhisperFeatureExtractor, WhisperProcessor, WhisperTokenizer
 

@@ -44,15 +44,22 @@ CONFIG = {
 
 def write_model(folder: Path) -> None:
     """Write a seeded checkpoint and a tokenizer whose words are numbers."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(**CONFIG, dtype="bfloat16")
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
-    words = {str(number): number for number in range(VOCABULARY)}
+    write_tokenizer(folder, VOCABULARY)
+
+
+def write_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Write a tokenizer whose words are numbers."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(number): number for number in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="1", unk_token="0"
