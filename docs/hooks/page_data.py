@@ -138,6 +138,7 @@ KINDS = {
     "cpu_versions": Kind(
         page_rows.compared, ("vllm", "model", "dtype", "implementation")
     ),
+    "engines": Kind(page_rows.engines, ("way", "dtype", "device", "version")),
     "equality": Kind(
         page_rows.compared, ("model", "dtype", "ngram", "backend", "other")
     ),
@@ -149,6 +150,7 @@ KINDS = {
     "ranks": Kind(
         page_rows.compared, ("device", "backend", "way", "graphs", "interleave")
     ),
+    "real_weights": Kind(page_rows.real_weights, ("way", "dtype", "device", "version")),
     "serving": Kind(page_rows.serving, ("compared", "model", "mode")),
     "verdicts": Kind(page_rows.verdicts, ("adapter",)),
 }

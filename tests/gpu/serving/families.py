@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import real_weights
 import torch
 import transformers
 from models import SAMPLE_RATE, write_processor
@@ -23,7 +24,7 @@ NEW_TOKENS = 32
 SPREAD = 4.0
 """Standard deviation of the logits over the vocabulary."""
 LENGTHS = (5, 23, 1, 12, 40, 60, 33, 28)
-"""Tokens of the prompts. The last one begins with the tokens of the second one."""
+"""Tokens of the prompts. The last of all begins with the tokens of the second one."""
 AUDIO_SECONDS = 2
 TONES = 8
 FIRST = 3
@@ -164,9 +165,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 ENCODER_DECODER = ("Whisper", "BART", "T5")
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-CLASSES = dict.fromkeys(
-    ("Whisper", "Bart", "T5"), "ForConditionalGeneration"
-)
+CLASSES = dict.fromkeys(("Whisper", "Bart", "T5"), "ForConditionalGeneration")
 LAST_NORMS = {
     "Falcon": "transformer.ln_f",
     "MPT": "transformer.norm_f",
@@ -177,6 +176,21 @@ LAST_NORMS = {
 """The norm before the language head. The others call it `model.norm`."""
 
 
+def use_real(folder: Path) -> None:
+    """Let the trained model of `real_weights.py` be a family, with its own prompts."""
+    global LENGTHS, LONGEST
+    FAMILIES[real_weights.FAMILY] = ("Llama", {"folder": folder.resolve()})
+    LENGTHS = tuple(map(len, real_weights.tokens(folder, "prompts")))
+    LONGEST = 512
+
+
+def real_text() -> list[int]:
+    """Return the token ids of the page of text of the trained model."""
+    folder = FAMILIES[real_weights.FAMILY][1]["folder"]
+    ids: list[int] = real_weights.tokens(folder, "text")
+    return ids
+
+
 def build(family: str) -> Any:
     """Return the model of a family in float32 on the CPU, in evaluation mode, with eager attention.
 
@@ -184,6 +198,8 @@ def build(family: str) -> Any:
         family: a key of FAMILIES.
     """
     name, sizes = FAMILIES[family]
+    if family == real_weights.FAMILY:
+        return real_weights.load(sizes["folder"])
     config = getattr(transformers, CONFIGS.get(name, f"{name}Config"))(
         **sizes, attn_implementation="eager", dtype="float32"
     )
@@ -253,6 +269,9 @@ def _deviation(config: Any, name: str, parameter: Tensor, tied: bool) -> float:
 
 def prompts(family: str) -> list[list[int]]:
     """Return the prompts of a family: tokens of the decoder, or of the encoder of BART and T5."""
+    if family == real_weights.FAMILY:
+        rows = real_weights.tokens(FAMILIES[family][1]["folder"], "prompts")
+        return rows[: len(LENGTHS)]
     drawn = random.Random(f"prompts of {family}")
     rows = [[drawn.randrange(FIRST + 1, VOCABULARY) for _ in range(n)] for n in LENGTHS]
     rows[-1][: LENGTHS[1]] = rows[1][: len(rows[-1])]
@@ -266,10 +285,7 @@ def audio(family: str) -> list[Any]:
     time = np.arange(length) / SAMPLE_RATE
     return [
         np.concatenate(
-            [
-                np.sin(2 * np.pi * drawn.uniform(100, 4000) * time)
-                for _ in range(TONES)
-            ]
+            [np.sin(2 * np.pi * drawn.uniform(100, 4000) * time) for _ in range(TONES)]
         ).astype(np.float32)
         for _ in LENGTHS
     ]
@@ -285,7 +301,9 @@ def features(family: str) -> Tensor:
     return made
 
 
-def inputs(family: str, answers: Sequence[Sequence[int]], device: Any) -> dict[str, Any]:
+def inputs(
+    family: str, answers: Sequence[Sequence[int]], device: Any
+) -> dict[str, Any]:
     """Return the arguments of the model for all prompts in one batch, padded.
 
     Args:
@@ -366,6 +384,8 @@ def library_tokens(model: Any, family: str) -> list[list[int]]:
 
 def write(family: str, folder: Path, dtype: str) -> Path:
     """Write the model of a family, and what its processor reads; return its folder."""
+    if family == real_weights.FAMILY:
+        return Path(FAMILIES[family][1]["folder"])
     path = folder / family.replace(" ", "-")
     if not (path / "config.json").exists():
         build(family).to(getattr(torch, dtype)).save_pretrained(path)

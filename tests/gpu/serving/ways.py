@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import families
+import real_weights
 import torch
 from families import ENCODER_DECODER, FAMILIES
 from models import SAMPLE_RATE
@@ -41,7 +42,11 @@ def load(asked: argparse.Namespace, family: str) -> Any:
 
 def run_plain(asked: argparse.Namespace, family: str) -> Found:
     """Run the library alone, all prompts in one padded batch."""
-    return families.library_tokens(load(asked, family), family), {}
+    model = load(asked, family)
+    shown: dict[str, Any] = {}
+    if family == real_weights.FAMILY:
+        shown["scores"] = real_weights.score_call(model, families.real_text())
+    return families.library_tokens(model, family), shown
 
 
 def run_transformers(asked: argparse.Namespace, family: str) -> Found:
@@ -58,7 +63,11 @@ def run_transformers(asked: argparse.Namespace, family: str) -> Found:
     else:
         limits["max_batch_tokens"] = 64
     tokens = generate(model, given, asked.twin, **limits, statistics=statistics)
-    return tokens, {"calls": sum(statistics.calls.values())}
+    shown: dict[str, Any] = {"calls": sum(statistics.calls.values())}
+    if family == real_weights.FAMILY:
+        text = families.real_text()
+        shown["scores"] = real_weights.score_steps(model, text, asked.twin)
+    return tokens, shown
 
 
 def run_continuous(asked: argparse.Namespace, family: str) -> Found:
@@ -79,22 +88,30 @@ def run_continuous(asked: argparse.Namespace, family: str) -> Found:
             "its requests are prompts of a decoder; it has no encoder"
         )
     config = transformers.GenerationConfig(
-        max_new_tokens=families.NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0
+        max_new_tokens=families.NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
     )
     sizes: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 64}
-    if asked.graphs:
-        sizes["use_cuda_graph"] = True
+    sizes["use_cuda_graph"] = asked.graphs
     found = model.generate_batch(
         families.prompts(family),
         generation_config=config,
         continuous_batching_config=transformers.ContinuousBatchingConfig(**sizes),
         progress_bar=False,
     )
-    if len(found) < len(families.LENGTHS):
-        raise RuntimeError("the generation loop ended; the log has the error")
+    failed = [str(one.error) for one in found.values() if one.error]
+    if failed or len(found) < len(families.LENGTHS):
+        raise RuntimeError(f"the generation loop ended: {failed[:1]}")
     by_prompt = {tuple(one.prompt_ids): one.generated_tokens for one in found.values()}
     tokens = [list(by_prompt[tuple(prompt)]) for prompt in families.prompts(family)]
-    return tokens, {"calls": dict(calls)}
+    shown: dict[str, Any] = {"calls": dict(calls)}
+    if family == real_weights.FAMILY:
+        # by flash_attn_func: continuous batching has no log-probabilities of prompts
+        model.set_attn_implementation(name, allow_all_kernels=True)
+        shown["scores"] = real_weights.score_call(model, families.real_text())
+    return tokens, shown
 
 
 def _count_calls() -> Counter[str]:
@@ -119,20 +136,28 @@ def _count_calls() -> Counter[str]:
 
 
 def run_vllm(asked: argparse.Namespace, family: str) -> Found:
-    """Run the engine of vLLM, without a twin on its own backend."""
+    """Run the engine of vLLM; without a twin, on its own backend."""
     os.environ["PAGETWIN_VLLM_IMPLEMENTATION"] = asked.twin or "reference"
+    options: dict[str, Any] = {"compilation_config": {"mode": 0}}
     if not CUDA:
         # its platform for CPUs has no latent attention: the keys of all heads are computed
         os.environ["VLLM_MLA_DISABLE"] = "1"
+        # its compiled rotary embedding for CPUs is wrong for a query of 3 axes (0.32.0)
+        if family.startswith("DeepSeek"):
+            options["compilation_config"]["custom_ops"] = ["none"]
     from pagetwin.integrations.vllm import register
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models import registry
 
+    # otherwise vLLM imports each architecture in another process first
+    registry._run_in_subprocess = lambda function: function()
     register()
     folder = families.write(family, asked.work, asked.dtype)
-    options: dict[str, Any] = {}
-    if not asked.graphs:
-        options = {"enforce_eager": True, "compilation_config": {"mode": 0}}
+    if asked.graphs:
+        options["compilation_config"]["cudagraph_mode"] = "FULL_DECODE_ONLY"
+    else:
+        options["enforce_eager"] = True
     given: Any = [{"prompt_token_ids": prompt} for prompt in families.prompts(family)]
     if family == "Whisper":
         start = [FAMILIES[family][1]["decoder_start_token_id"]]
@@ -148,7 +173,10 @@ def run_vllm(asked: argparse.Namespace, family: str) -> Found:
         ]
         options["max_num_batched_tokens"] = 16 * 50 * families.AUDIO_SECONDS
     else:
-        options |= {"skip_tokenizer_init": True, "max_num_batched_tokens": 256}
+        options |= {
+            "skip_tokenizer_init": True,
+            "max_num_batched_tokens": families.LONGEST,
+        }
     llm = LLM(
         model=str(folder),
         dtype=asked.dtype,
@@ -161,23 +189,31 @@ def run_vllm(asked: argparse.Namespace, family: str) -> Found:
         **options,
     )
     params = SamplingParams(
-        temperature=0.0, max_tokens=families.NEW_TOKENS, ignore_eos=True, detokenize=False
+        temperature=0.0,
+        max_tokens=families.NEW_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
     )
     found = llm.generate(given, params, use_tqdm=False)
+    shown: dict[str, Any] = {}
+    if family == real_weights.FAMILY:
+        shown["scores"] = real_weights.score_vllm(llm, families.real_text())
     core = llm.llm_engine.engine_core.engine_core
     model = core.model_executor.driver_worker.worker.model_runner.get_model()
     kinds = {type(layer.impl) for layer in model.modules() if hasattr(layer, "impl")}
-    layers = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
+    shown["layers"] = sorted(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
     del llm, core, model
     cleanup_dist_env_and_memory()
     tokens = [list(output.outputs[0].token_ids) for output in found]
-    return tokens, {"layers": layers}
+    return tokens, shown
 
 
 def run_nano(asked: argparse.Namespace, family: str) -> Found:
     """Run nano-vllm on the names of flash-attn; its sampling is nearly greedy."""
     from pagetwin.integrations.flash_attn import install
 
+    if family != "Qwen3":
+        raise NotImplementedError("nano-vllm has Qwen3 alone")
     install(asked.twin)
     sys.path.insert(0, str(asked.nano))
     from nano_vllm import write_tokenizer
@@ -190,7 +226,7 @@ def run_nano(asked: argparse.Namespace, family: str) -> Found:
         enforce_eager=not asked.graphs,
         max_model_len=families.LONGEST,
         max_num_batched_tokens=256,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.3,
     )
     sampling = SamplingParams(1e-6, families.NEW_TOKENS, True)
     found = engine.generate(families.prompts(family), sampling, use_tqdm=False)
