@@ -3,13 +3,14 @@
 `tests/gpu/serving/engine_table.py` compares the tokens.
 """
 
+import re
 from typing import Any
 
 from page_data import read_rows
 
 NONE = "No record."
-FAR = 0.5
-"""Logits. Rounding to bfloat16 moves them less; a larger margin is that of other attention."""
+FAR = {"float32": 0.01, "bfloat16": 0.5}
+"""Logits. Rounding moves them less; a larger margin is that of other attention."""
 ENGINES = {
     "plain": "transformers alone",
     "transformers": "transformers, `generate`",
@@ -19,30 +20,37 @@ ENGINES = {
     "nano": "nano-vllm",
 }
 """The columns of every table, from a way of the record without its twin."""
-REASONS = (
-    ("continuous", "it has no encoder", "no encoder"),
-    ("continuous", "must have same slice shapes", "two head sizes"),
-    ("vllm", "was supported in vLLM until", "no such model"),
-    ("vllm", "Argument position_ids not found", "no such model"),
-    ("nano", "has Qwen3 alone", "Qwen3 alone"),
-    ("transformers", "computes its own attention", "own attention"),
-)
-"""An engine, words of its error, and the cell."""
+
+
+ABSENT = {
+    "sglang": lambda family: "not run",
+    "nano": lambda family: "CUDA alone" if family == "Qwen3" else "no such model",
+}
+"""The cells of an engine that has no rows."""
 
 
 def _rows(table: str) -> list[dict[str, Any]]:
-    """Return the rows of a device and a dtype, such as "cpu float32"."""
-    device, dtype = table.rsplit(" ", 1)
+    """Return the rows of a device and a dtype, of the newest version of each way or of older ones."""
+    device, dtype, *older = table.split()
     found = [
         row
         for row in read_rows("engines")
         if row["dtype"] == dtype and device in row["device"]
     ]
+    newest: dict[str, dict[str, Any]] = {}
+    for row in sorted(found, key=_version):
+        newest[row["way"]] = row
+    if older:
+        found = [row for row in found if row is not newest[row["way"]]]
+    else:
+        found = list(newest.values())
+    return sorted(
+        found, key=lambda row: (list(ENGINES).index(_engine(row)), row["way"])
+    )
 
-    def place(row: dict[str, Any]) -> tuple[Any, ...]:
-        return list(ENGINES).index(_engine(row)), row["way"], row["version"]
 
-    return sorted(found, key=place)
+def _version(row: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", row["version"])))
 
 
 def _engine(row: dict[str, Any]) -> str:
@@ -59,20 +67,23 @@ def _head(row: dict[str, Any]) -> str:
     return f"{name} {version}" + (f", {twin}" if twin else "")
 
 
-def cell(row: dict[str, Any], family: str) -> str:
-    """Return how the tokens of a family compare, or why there are none."""
+def cell(row: dict[str, Any], family: str, alone: float = 0.0) -> str:
+    """Return how the tokens of a family compare, or why there are none.
+
+    Args:
+        row: of a way.
+        family: a row of the table.
+        alone: the margin of transformers alone in the same dtype.
+    """
     result = row["cells"].get(family, "not run")
     if isinstance(result, str):
-        for engine, words, shown in REASONS:
-            if engine == _engine(row) and words in result:
-                return shown
         return result
     before, margin = result
     if before == row["tokens"]:
         return "equal"
-    if margin > FAR:
-        return f"**other tokens**: {before}, {margin:.1f}"
     digits = 4 if row["dtype"] == "float32" else 2
+    if margin > max(FAR[row["dtype"]], 1.5 * alone):
+        return f"**other tokens**: {before}, {margin:.1f}"
     return f"{before}, {margin:.{digits}f}"
 
 
@@ -80,19 +91,27 @@ def family_table(table: str) -> str:
     """Return one row per family and one column per way, of a device and a dtype.
 
     Args:
-        table: a device and a dtype, such as "cpu float32".
+        table: a device and a dtype, such as "cpu float32"; with "older" at the end, of the
+            versions that are not the newest.
     """
     rows = _rows(table)
     if not rows:
         return NONE
     # every family, also of ways that ran some of them alone
+    absent = [name for name in ABSENT if name not in map(_engine, rows)]
+    if table.endswith("older"):
+        absent = []
     families = list(dict.fromkeys(name for row in rows for name in row["cells"]))
+    heads = [*map(_head, rows), *(ENGINES[name] for name in absent)]
     lines = [
-        f"| family | {' | '.join(map(_head, rows))} |",
-        f"|---|{'---|' * len(rows)}",
+        f"| family | {' | '.join(heads)} |",
+        f"|---|{'---|' * len(heads)}",
     ]
     for family in families:
-        cells = [cell(row, family) for row in rows]
+        results = [row["cells"].get(family) for row in rows if row["way"] == "plain"]
+        alone = [result[1] for result in results if isinstance(result, list)]
+        cells = [cell(row, family, max(alone, default=0.0)) for row in rows]
+        cells += [ABSENT[name](family) for name in absent]
         lines.append(f"| {family} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -11,6 +11,15 @@ from typing import Any
 FAILED = ("broken", "crashed", "hangs", "out of memory", "missing", "not tried")
 """Statuses of a law that a page explains."""
 NO_OPERATION = "operations that are not declared"
+REASONS = (
+    ("continuous", "it has no encoder", "no encoder"),
+    ("continuous", "must have same slice shapes", "two head sizes"),
+    ("vllm", "was supported in vLLM until", "no such model"),
+    ("vllm", "Argument position_ids not found", "no such model"),
+    ("nano", "has Qwen3 alone", "no such model"),
+    ("transformers", "attention layers ran on the twin", "own attention"),
+)
+"""An engine of the table of families, words of its error, and what the table says."""
 Row = dict[str, Any]
 
 
@@ -43,14 +52,24 @@ def engines(path: Path) -> list[Row]:
     rows: dict[tuple[str, ...], Row] = {}
     for line in lines_of(path):
         row = _way(line)
+        if (line["way"], line["dtype"]) == ("plain", "float32"):
+            continue  # the baseline
         row = rows.setdefault(tuple(row.values()), row | {"cells": {}})
         if "error" in line:
-            row["cells"][line["family"]] = line["error"][:160]
+            row["cells"][line["family"]] = reason(line)
             continue
         row |= {"prompts": line["prompts"], "tokens": line["tokens_of"]}
         worst = max(line["margins"], default=0.0)
         row["cells"][line["family"]] = [line["before"], worst]
     return list(rows.values())
+
+
+def reason(line: Row) -> str:
+    """Return why a way has no tokens of a family: the words of the table, or its error."""
+    for engine, words, shown in REASONS:
+        if line["way"].startswith(engine) and words in line["error"]:
+            return shown
+    return str(line["error"][:100])
 
 
 def real_weights(path: Path) -> list[Row]:

@@ -16,6 +16,7 @@ import engine_table as program
 import families
 import real_weights
 
+ROOT = Path(__file__).parents[2]
 page_data: Any = importlib.import_module("page_data")
 hook: Any = importlib.import_module("family_table")
 
@@ -113,6 +114,7 @@ def test_a_record_becomes_one_row_per_way_and_one_cell_per_family(
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (row,) = page_data.keep("engines", [path], tmp_path, date="2026-11-29")
     assert row["version"] == "vllm 0.32.0"
+    assert row["cells"]["T5"] == "no such model"
     assert row["cells"]["Qwen3"] == [250, 0.004]
     families_of = ("Llama", "Qwen3", "Falcon", "T5", "BART")
     assert [hook.cell(row, family) for family in families_of] == [
@@ -122,10 +124,12 @@ def test_a_record_becomes_one_row_per_way_and_one_cell_per_family(
         "no such model",
         "not run",
     ]
+    assert hook.cell(row, "Falcon", alone=3.0) == "2, 4.0000"
     monkeypatch.setattr(hook, "read_rows", lambda name: [row])
     table = hook.family_table("cpu float32").splitlines()
-    assert table[0] == "| family | vLLM 0.32.0, reference |"
-    assert table[2] == "| Llama | equal |"
+    assert table[0] == "| family | vLLM 0.32.0, reference | SGLang | nano-vllm |"
+    assert table[2] == "| Llama | equal | not run | no such model |"
+    assert table[3] == "| Qwen3 | 250, 0.0040 | not run | CUDA alone |"
     assert hook.family_table("H200 float32") == hook.NONE
 
 
@@ -145,3 +149,30 @@ def test_a_family_that_fails_is_a_line_and_a_second_run_leaves_out_what_has_run(
     subprocess.run(command, check=True, capture_output=True)
     (line,) = program.lines_of(tmp_path / "engines.jsonl")
     assert line["way"] == "nano:reference" and "nanovllm" in line["error"]
+
+
+def test_the_page_says_what_the_record_shows() -> None:
+    """Its summary and its table of versions are written by hand."""
+    page = (ROOT / "docs/integrations/engines.md").read_text(encoding="utf-8")
+    rows = {
+        (row["way"], row["version"].split()[1]): row
+        for row in page_data.read_rows("engines")
+        if (row["device"], row["dtype"]) == ("cpu", "float32")
+    }
+
+    def unequal(way: str, version: str) -> dict[str, str]:
+        row = rows[way, version]
+        cells = {family: hook.cell(row, family) for family in row["cells"]}
+        return {name: cell for name, cell in cells.items() if cell != "equal"}
+
+    assert f"all {len(families.FAMILIES)} families, equal tokens in float32" in page
+    assert unequal("transformers:reference", "5.24.0") == {}
+    absent = dict.fromkeys(("MPT", "BART", "T5"), "no such model")
+    for way in ("vllm:reference", "vllm"):
+        assert unequal(way, "0.32.0") == absent
+    others = [
+        {name for name, cell in found.items() if "other tokens" in cell}
+        for version in ("5.17.0", "5.19.0")
+        for found in [unequal("continuous:reference", version)]
+    ]
+    assert others == [{"Mistral", "Gemma 2", "Falcon", "MPT"}, {"Falcon", "MPT"}]

@@ -6,7 +6,7 @@ A way is an engine of `ways.py`, and a twin after a colon; "+graphs" captures it
 graphs. `vllm` without a twin is vLLM's own backend. Each way is a process, with the interpreter
 that `--python vllm=PATH` names for its engine. It runs all families, one after the other. If it
 ends too early, or takes longer than `--limit` seconds for a family, the next process goes on with
-the families that are left.
+the families that are left. With `--split 3` three processes share the families of a way.
 
 The baseline is the library's own `generate` with eager attention in float32, all prompts in one
 batch. Each answer is compared with it up to the first token that differs. The margin there is the
@@ -51,7 +51,7 @@ def run_way(asked: argparse.Namespace) -> None:
     asked.twin, asked.graphs = twin.removesuffix("+graphs"), twin.endswith("+graphs")
     for dtype in asked.dtypes:
         asked.dtype = dtype
-        for family in asked.families:
+        for family in asked.families[asked.part :: asked.split]:
             key = {"way": asked.one, "family": family, "dtype": asked.dtype}
             if has_line(asked.file, key | {"event": "ran"}):
                 continue
@@ -95,11 +95,13 @@ class Process:
     Args:
         asked: the arguments of the command.
         way: an engine with its twin.
+        part: of the families, one of `--split` parts.
     """
 
-    def __init__(self, asked: argparse.Namespace, way: str) -> None:
-        self.asked, self.way = asked, way
-        self.file = asked.out / f"way-{way.replace(':', '-')}.jsonl"
+    def __init__(self, asked: argparse.Namespace, way: str, part: int) -> None:
+        self.asked, self.way, self.part = asked, way, part
+        name = f"way-{way.replace(':', '-').replace('+', '-')}"
+        self.file = asked.out / f"{name}{f'-{part}' if part else ''}.jsonl"
         self.start()
 
     def start(self) -> None:
@@ -107,7 +109,8 @@ class Process:
         pythons = dict(pair.split("=", 1) for pair in self.asked.python)
         python = pythons.get(self.way.partition(":")[0], sys.executable)
         command = [python, str(HERE / "engine_table.py"), *sys.argv[1:]]
-        command += ["--one", self.way, "--file", str(self.file)]
+        command += ["--one", self.way, "--part", str(self.part)]
+        command += ["--file", str(self.file)]
         with self.file.with_suffix(".log").open("a") as log:
             self.process = subprocess.Popen(
                 command,
@@ -144,7 +147,8 @@ def environment(way: str) -> dict[str, str]:
     from run import WORK
     from run import environment as of_engine
 
-    made = of_engine(WORK)
+    # kernels are compiled at their first launch: the models are many, and their steps are few
+    made = of_engine(WORK) | {"PAGETWIN_VLLM_WARM_UP": "0"}
     staged = os.environ.get("VLLM_PATH")
     if way.startswith("vllm") and staged:
         made["PYTHONPATH"] = f"{made['PYTHONPATH']}:{staged}"
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--nano", type=Path, help="checkout of nano-vllm")
     parser.add_argument("--prompts", type=int, help="fewer than all")
     parser.add_argument("--new", type=int, help="tokens after a prompt, fewer than all")
+    parser.add_argument("--split", type=int, default=1, help="processes of one way")
     parser.add_argument("--at-once", type=int, default=1, help="processes")
     parser.add_argument(
         "--limit", type=float, default=200, help="seconds of one family"
@@ -206,6 +211,7 @@ def main() -> None:
         "--deadline", type=float, default=1e9, help="seconds of all; then it compares"
     )
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     import families
@@ -224,10 +230,12 @@ def main() -> None:
         asked.work = asked.out / "models" / asked.file.stem
         run_way(asked)
     asked.until = time.time() + asked.deadline
-    waiting, running, done = list(asked.ways), [], []
+    waiting = [(way, part) for part in range(asked.split) for way in asked.ways]
+    running: list[Process] = []
+    done: list[Process] = []
     while waiting or running:
         while waiting and len(running) < asked.at_once:
-            running.append(Process(asked, waiting.pop(0)))
+            running.append(Process(asked, *waiting.pop(0)))
         for process in [process for process in running if process.is_over()]:
             running.remove(process)
             done.append(process)

@@ -41,7 +41,7 @@ PROMPTS = (
 )
 TEXT = """The harbour had been quiet for most of the winter. When the ice broke, in the second week
 of March, the first boats went out before the sun had risen, and by noon the market was full of
-people who had not seen fresh fish since November. Children stood on the wall and counted the sails.
+people who had not seen fresh fish since November. Children on the wall counted the sails.
 The old men, who had no boats any more, sat on the benches beside the customs house and told each
 other what the weather would do. They were wrong about as often as the newspaper.
 
@@ -49,8 +49,8 @@ Marta had the stall at the end of the row, next to the stairs. She sold what her
 what her mother smoked, and she wrote the prices on a piece of slate, because they changed during
 the day. In the morning a kilogram of herring cost four crowns. In the afternoon, when the cooks of
 the hotels had gone home, it cost three, and in the last hour before the bell she gave away what
-was left to whoever had brought a basket. No child went hungry in that street, she said, as long as
-there was wind.
+was left to those who had brought a basket. No child went hungry in that street, she said, as long
+as there was wind.
 
 On the day of this story the wind came from the north, and it did not stop. Two of the boats were
 seen from the lighthouse at four o'clock, low in the water and close together. A third one, with a

@@ -24,7 +24,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 KERNEL = "pagetwin/flash-attn2"
 """transformers decodes over block tables by kernels whose name has a 2 or a 3 after "flash"."""
 VERIFIED = "kernels-community/vllm-flash-attn3"
-"""The one kernel that transformers takes for gpt-oss; the folder of `KERNEL` stands in for it."""
+"""The one kernel that transformers takes for gpt-oss; it gets the folder of `KERNEL`."""
 
 OWN_BACKEND = "FLASH_ATTN" if CUDA else "CPU_ATTN"
 """What vLLM itself chooses."""
