@@ -30,7 +30,7 @@ ABSENT = {
 
 
 def _rows(table: str) -> list[dict[str, Any]]:
-    """Return the rows of a device and a dtype, of the newest version of each way or of older ones."""
+    """Return the rows of a device and a dtype, of the newest version of each way or of others."""
     device, dtype, *older = table.split()
     found = [
         row
