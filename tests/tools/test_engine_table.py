@@ -176,3 +176,11 @@ def test_the_page_says_what_the_record_shows() -> None:
         for found in [unequal("continuous:reference", version)]
     ]
     assert others == [{"Mistral", "Gemma 2", "Falcon", "MPT"}, {"Falcon", "MPT"}]
+    trained = page_data.read_rows("real_weights")
+    assert "In float32 all tokens of all engines are equal." in page
+    for row in trained:
+        assert row["dtype"] != "float32" or row["equal"] == row["prompts"], row
+    alone = [row for row in trained if row["way"] == "plain"]
+    assert max(max(row["margins"], default=0.0) for row in trained) <= max(
+        max(row["margins"], default=0.0) for row in alone
+    )
