@@ -1,7 +1,9 @@
 """Adapter for cuDNN's attention over a paged cache, through FlashInfer's functions.
 
-cuDNN builds a graph for each shape. cuDNN aligns the causal mask and the window with the last key
-of each request. It needs the packages flashinfer-python and nvidia-cudnn-frontend.
+cuDNN builds a graph for each shape, and aligns the causal mask and the window with the last key of
+each request. What lies past the end of a sequence is multiplied by weights of 0, and 0 * NaN = NaN:
+so the caches are copied, with zeros in the slots of no request. Sinks are not declared, since it
+takes none for one new token. It needs flashinfer-python and nvidia-cudnn-frontend.
 """
 
 import math
@@ -24,14 +26,12 @@ SUPPORT = replace(
     cache_dtypes=["float16", "bfloat16"],
     head_sizes=[64, 128],
     block_sizes=[16, 32, 64],
-    tensor_dtypes={"sinks": ["float32"]},
     options={
         "scale": None,
         "out": None,
         "lse": None,
         "causal": "bool",
         "sliding_window": None,
-        "sinks": None,
     },
 )
 
@@ -50,7 +50,6 @@ def paged_attention(
     lse=None,  # [query_heads, tokens] natural
     causal=True,
     sliding_window=None,
-    sinks=None,  # [query_heads] float32
 ):
     """Return attention of each new token over its sequence in the paged cache."""
     out = torch.empty_like(query) if out is None else out
@@ -68,11 +67,21 @@ def paged_attention(
     )
     queries = batch.starts.diff()
 
+    # step: leave zeros in slots of no request
+    slots = torch.arange(table.shape[1] * block_size, device=query.device)
+    req, index = (slots < batch.lens[:, None]).nonzero().T
+    own = table[req, index // block_size].long(), index % block_size
+    keys, values = (
+        torch.zeros(cache.shape, dtype=cache.dtype, device=cache.device)
+        for cache in (key_cache, value_cache)
+    )
+    keys[own], values[own] = key_cache[own], value_cache[own]
+
     # step: attend
     result, base_2 = flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache(
         query[batch.tokens].contiguous(),
-        key_cache.transpose(1, 2),
-        value_cache.transpose(1, 2),
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
         query.shape[2] ** -0.5 if scale is None else scale,
         torch.empty(128 << 20, dtype=torch.uint8, device=query.device),
         max_token_per_sequence=int(queries.max()),
@@ -86,7 +95,6 @@ def paged_attention(
         batch_offsets_o=batch.starts,
         batch_offsets_units="tokens",
         window_left=None if sliding_window is None else sliding_window - 1,
-        sinks=None if sinks is None else sinks.contiguous(),
     )
     out[batch.tokens] = result
     if lse is not None:
