@@ -168,6 +168,9 @@ LARGE_LIVES = [
         (("add_row", Runs((70_000, 280), (5, 1)), 1), ("append_row", Runs((6, 9)), 1)),
     ),
     Life(600, 300, 2, 3, 2, 300, (("add_row", (7, 70_000), 1),)),
+    # a rank's positions are dealt out first, and its blocks divided then
+    Life(64, 16, 2, 2, 2, 4, (("add_row", (7, 3), 0), ("add_row", (5,), 1))),
+    Life(64, 16, 2, 2, 3, 16, (("add_row", (7, 3), 0), ("add_row", (5,), 1))),
     Life(32_800, None, 2, 3, 1, 1, (("add_row", (70_000, 5, 9), 1),)),
 ]  # fmt: skip
 """Rows, entries, ids, positions and sizes that do not fit 8 and 16 bits."""

@@ -100,11 +100,9 @@ def the_row_before_the_rejected_drafts_is_sampled(
         right, lost = [], []
         for req, drafts in enumerate(case.drafts):
             own = list(range(starts[req], starts[req + 1]))
-            refused = drafts + 1 - valid[req] if drafts else 0
-            right.append(
-                own[len(own) - 1 - refused] if refused < len(own) else own[0] - 1
-            )
-            lost.append(refused)
+            gone = drafts + 1 - valid[req] if drafts else 0
+            right.append(own[len(own) - 1 - gone] if gone < len(own) else own[0] - 1)
+            lost.append(gone)
         expect_same("rows", rows, counts(right).to(setting.device))
         expect_same("rejected drafts", rejected, counts(lost).to(setting.device))
 
