@@ -474,7 +474,9 @@ def test_the_bound_of_a_latent_decode_is_that_of_the_decodes_of_its_step(
             )
             module.MLACommonMetadataBuilder.build = lambda *args, made=made: made
             starts = torch.tensor([0, *lens]).cumsum(0).int()
-            common = SimpleNamespace(query_start_loc_cpu=starts)
+            common = SimpleNamespace(
+                query_start_loc_cpu=starts, max_query_len=max(lens)
+            )
             found = builder.build(0, common)
             assert found is made
             assert (found.decode and found.decode.max_query_len) == expected

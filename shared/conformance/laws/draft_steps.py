@@ -228,7 +228,7 @@ def each_token_belongs_to_the_request_whose_rows_hold_it(
 
 
 @dataclass(frozen=True)
-class BadStep:
+class BadDraftStep:
     """An invalid call.
 
     Args:
@@ -249,16 +249,18 @@ TOKENS, INPUTS, MOVE, OWNERS = (
     "compute_token_to_req_indices",
 )
 REJECTED = [
-    BadStep(INPUTS, ([1, 2], [1], [0, 2, 4]), "a request too many"),
-    BadStep(INPUTS, ([1, 2], [1, 1], [0, 2]), "a start too few"),
-    BadStep(OWNERS, ([0], 0, 0), "a step without requests"),
-    BadStep(OWNERS, ([0, 2], -1, 2), "a negative number of tokens"),
-    BadStep(OWNERS, ([0, 2], 2, -1), "a negative number of rows"),
+    BadDraftStep(INPUTS, ([1, 2], [1], [0, 2, 4]), "a request too many"),
+    BadDraftStep(INPUTS, ([1, 2], [1, 1], [0, 2]), "a start too few"),
+    BadDraftStep(OWNERS, ([0], 0, 0), "a step without requests"),
+    BadDraftStep(OWNERS, ([0, 2], -1, 2), "a negative number of tokens"),
+    BadDraftStep(OWNERS, ([0, 2], 2, -1), "a negative number of rows"),
 ]
 
 
 @law(TOKENS, INPUTS, OWNERS, cases=REJECTED, claim="rejects shapes")
-def impossible_steps_of_drafts_are_rejected(setting: Setting, invalid: BadStep) -> None:
+def impossible_steps_of_drafts_are_rejected(
+    setting: Setting, invalid: BadDraftStep
+) -> None:
     operation = getattr(setting.candidate, invalid.operation)
     given = [
         counts(number).to(setting.device) if isinstance(number, list) else number
