@@ -26,6 +26,7 @@ from ...contract.shapes import (
     SampledTokens,
     SlotMapping,
     StartLoc,
+    StepPositions,
     TokenCounts,
 )
 from ...validation import validated
@@ -140,7 +141,7 @@ def eagle_step_update_slot_mapping_and_metadata(
     seq_lens: TokenCounts,
     block_size: int,
     max_model_len: int,
-    out_clamped_positions: Positions,
+    out_clamped_positions: StepPositions,
     out_slot_mapping: SlotMapping,
     input_batch_size: int | None = None,
 ) -> None:
