@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import IO, Any
 
 from ..base.child_process import lines_of, start
 from ..base.results import Result, Status, unfinished
@@ -364,10 +364,11 @@ def _line_of_kernel(traceback: list[str]) -> str:
     return ""
 
 
-def _read(said: Iterator[str], lines: "queue.SimpleQueue[str | None]") -> None:
+def _read(said: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
     """Pass the lines of a process on, then None. It runs in a thread until the process ends."""
-    for line in lines_of(said):
-        lines.put(line)
+    with said:
+        for line in lines_of(said):
+            lines.put(line)
     lines.put(None)
 
 
