@@ -61,8 +61,11 @@ def gather_cache(
     block_table,  # [reqs, max_blocks]
     seq_start_loc,  # [reqs + 1]
     num_tokens,
+    k_scale=None,  # a number, [kv_heads] or [num_blocks, block_size, kv_heads]
+    v_scale=None,
+    dtype=None,  # of the result; if None, codes come as they are
 ):
-    """Return the keys and values of whole sequences, one after another."""
+    """Return the keys and values of whole sequences, one after another, then rows of zeros."""
     starts, size = seq_start_loc.tolist(), key_cache.shape[1]
     slots = [
         (int(block_table[req, index // size]), index % size)
@@ -72,7 +75,18 @@ def gather_cache(
     blocks, offsets = (
         torch.tensor(slots, dtype=torch.int64, device=key_cache.device).reshape(-1, 2).T
     )
-    return key_cache[blocks, offsets], value_cache[blocks, offsets]
+    results = []
+    for cache, scale in ((key_cache, k_scale), (value_cache, v_scale)):
+        result = cache.new_zeros(num_tokens, *cache.shape[2:], dtype=dtype)
+        numbers = cache[blocks, offsets]
+        if dtype is not None:
+            scale = torch.as_tensor(scale, dtype=torch.float32, device=cache.device)
+            if scale.ndim == 3:
+                scale = scale[blocks, offsets]
+            numbers = (numbers.float() * scale[..., None]).to(dtype)
+        result[: len(slots)] = numbers
+        results.append(result)
+    return tuple(results)
 
 
 def merge_attn_states(

@@ -149,7 +149,7 @@ def serving(path: Path) -> list[Row]:
 def verdicts(path: Path) -> list[Row]:
     """Return a row per adapter, and one per law that it breaks.
 
-    Of the laws with one explanation, the page shows the smallest case.
+    Of the laws with one explanation, the page shows the smallest case, and what was found there.
     """
     record = json.loads(path.read_text(encoding="utf-8"))
     run = chosen(record, "date commit device")
@@ -167,9 +167,9 @@ def verdicts(path: Path) -> list[Row]:
         failed = [law for law in judged["laws"] if law["status"] in FAILED]
         shown = _smallest_cases(judged["adapter"], failed)
         for law in failed:
-            fields = "law status what where found right message"
+            fields = "law status what"
             if law["law"] in shown:
-                fields += " case"
+                fields += " where found right message case"
             rows.append({"adapter": judged["adapter"]} | chosen(law, fields))
     return rows
 

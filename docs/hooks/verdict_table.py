@@ -65,8 +65,8 @@ def newest_verdicts(folder: Path = DATA) -> dict[str, Verdict]:
 def explanations() -> list[dict[str, Any]]:
     """Return what is known about the failures.
 
-    Each has the adapter, the laws that fail (or `what` they all found wrong), a title, whose
-    fault it is, why, and where it is known upstream.
+    Each has the adapter, the laws that fail (or the first words of `what` they all found wrong), a
+    title, whose fault it is, why, and where it is known upstream.
     """
     found: list[dict[str, Any]] = json.loads(EXPLANATIONS.read_text(encoding="utf-8"))
     return found
@@ -78,7 +78,8 @@ def explains(explanation: dict[str, Any], adapter: str, law: dict[str, Any]) -> 
         return False
     if law["law"] in explanation.get("laws", ()):
         return True
-    return "what" in explanation and law.get("what") == explanation["what"]
+    what: str = law.get("what") or ""
+    return "what" in explanation and what.startswith(explanation["what"])
 
 
 def verdict_table() -> str:
