@@ -40,6 +40,7 @@ from pagetwin.conformance.checks.expect import (
     expect_same,
     expect_untimely,
 )
+from pagetwin.conformance.laws.cache_gather import expect_same_numbers
 from pagetwin.conformance.running.trial import make_setting
 from torch import Tensor
 
@@ -118,6 +119,28 @@ def test_the_first_different_element_is_shown_with_both_values() -> None:
     error = disagreement(lambda: expect_same("slots", found, right))
     assert (error.where, error.found, error.right) == ("at [1, 0]", "8.0", "0.0")
     assert str(error) == "slots, at [1, 0]: 8.0, right is 0.0"
+
+
+DECODED = torch.tensor([NAN, -0.0, 1.0, -torch.inf])
+
+
+def test_decoded_numbers_are_the_same_whatever_the_sign_of_nan() -> None:
+    expect_same_numbers("codes", DECODED, DECODED)
+    expect_same_numbers("codes", torch.tensor([-NAN, -0.0, 1.0, -torch.inf]), DECODED)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        *([0.0, -0.0, 1.0, -torch.inf], [NAN, 0.0, 1.0, -torch.inf]),
+        *([NAN, -0.0, NAN, -torch.inf], [NAN, -0.0, 1.0, torch.inf]),
+        *([NAN], [[NAN, -0.0, 1.0, -torch.inf]]),
+    ],
+)
+def test_decoded_numbers_differ_by_nan_sign_of_zero_infinity_and_shape(
+    found: Any,
+) -> None:
+    disagreement(lambda: expect_same_numbers("codes", torch.tensor(found), DECODED))
 
 
 def test_bytes_of_a_tensor_with_an_axis_of_size_one_are_read() -> None:
