@@ -63,8 +63,8 @@ def _head(row: dict[str, Any]) -> str:
     name = ENGINES[_engine(row)]
     if _engine(row) == "vllm" and not twin:
         twin = "its own backend"
-    version = row["version"].split()[-1]
-    return f"{name} {version}" + (f", {twin}" if twin else "")
+    version = row["version"].partition(" ")[2]
+    return f"{name} {version}".strip() + (f", {twin}" if twin else "")
 
 
 def cell(row: dict[str, Any], family: str, alone: float = 0.0) -> str:

