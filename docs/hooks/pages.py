@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import backend_table
 import bench_table
 import block_map
 import block_size_table
@@ -325,6 +326,9 @@ MACROS: dict[str, Callable[..., str]] = {
         replay_defaults,
         gpu_runs.gpu_records,
         gpu_runs.latest_gpu_runs,
+        backend_table.backend_differences,
+        backend_table.backend_table,
+        backend_table.latent_backend_table,
         bench_table.bench_table,
         bench_table.bench_plot,
         bench_table.bench_kinds,

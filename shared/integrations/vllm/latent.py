@@ -50,6 +50,8 @@ class PagetwinLatentImpl(MLACommonImpl):
     """
 
     supports_dcp: bool = True
+    # vLLM's base class of latent attention says True
+    supports_pcp: bool = False
     can_return_lse_for_decode: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 

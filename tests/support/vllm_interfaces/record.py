@@ -20,6 +20,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
+from support.vllm_backends import record_backends, record_defaults  # noqa: E402
 from support.wheel_interfaces import (  # noqa: E402
     describe_class,
     parse,
@@ -29,6 +30,8 @@ from support.wheel_interfaces import (  # noqa: E402
 )
 
 OLDEST = (0, 25)
+# the first release of which vLLM's own backends are recorded; pages show the newest
+OWN_BACKENDS_SINCE = (0, 33)
 
 BACKEND = "vllm.v1.attention.backend"
 LATENT = "vllm.model_executor.layers.attention.mla_attention"
@@ -181,7 +184,7 @@ def record(version: str, wheel: zipfile.ZipFile) -> dict[str, Any]:
     flash = parse(wheel, "vllm.v1.attention.backends.flash_attn")
     shape = returned(flash, "FlashAttentionBackend", "get_kv_cache_shape")
     plugins = ast.unparse(parse(wheel, "vllm.plugins"))
-    return {
+    facts = {
         "vllm": version,
         "torch": requirement(wheel, r"^Requires-Dist: torch==(\S+)$"),
         "python": requirement(wheel, r"^Requires-Python: (.+)$"),
@@ -190,6 +193,10 @@ def record(version: str, wheel: zipfile.ZipFile) -> dict[str, Any]:
         "modules": modules,
         "calls": dict(caller_calls(wheel)),
     }
+    if tuple(map(int, version.split(".")[:2])) >= OWN_BACKENDS_SINCE:
+        facts["defaults"] = record_defaults(wheel)
+        facts["backends"] = record_backends(wheel)
+    return facts
 
 
 def caller_calls(wheel: zipfile.ZipFile) -> Iterator[tuple[str, Any]]:
