@@ -48,7 +48,7 @@ ROWS = {
     "mla": "latent attention (MLA)",
     "sparse": "sparse attention",
 }
-"""The questions of the record, and their names in the tables. `mla` is whether the name has MLA."""
+"""The features of the record, and their names in the tables. `mla` is whether the name has MLA."""
 LATENT_ROWS = (
     "plain", "fp8", "fp8_e4m3", "non_causal", "batch_invariant", "trimmed_drafts", "dcp", "pcp",
 )  # fmt: skip
@@ -79,7 +79,7 @@ METHODS = {
     "trimmed_drafts": "supports_device_cpu_query_lens_mismatch",
     "sparse": "is_sparse",
 }
-"""The method of a backend that answers a question."""
+"""The method of a backend that answers for a feature."""
 CACHES = (
     "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head",
     "int4_per_token_head", "nvfp4",
@@ -250,7 +250,7 @@ def _names(module: str, name: str, attribute: str) -> set[str]:
     found: set[str] = set()
     for element in value.elts:
         if isinstance(element, ast.Constant):
-            found.add(element.value)
+            found.add(str(element.value))
         elif isinstance(element, ast.Attribute):
             found.add(element.attr)
         elif ast.unparse(element) == "*FP8_NAMES":

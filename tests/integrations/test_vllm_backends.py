@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.fake_vllm import VERSIONS, fake_vllm, recorded
 from support.source_tree import ROOT
-from support.vllm_backends import LAYER, QUESTIONS, alibi, validate
+from support.vllm_backends import FEATURES, LAYER, alibi, validate
 from support.vllm_source import Source
 
 sys.path.append(str(ROOT / "docs" / "hooks"))
@@ -42,15 +42,15 @@ BY_HAND: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("question", BY_HAND)
-def test_the_record_has_what_a_person_read_in_the_source(question: str) -> None:
+@pytest.mark.parametrize("feature", BY_HAND)
+def test_the_record_has_what_a_person_read_in_the_source(feature: str) -> None:
     found = recorded("0.33.0")["backends"]
     serves = {
-        name: backend["serves"][question]
+        name: backend["serves"][feature]
         for name, backend in found.items()
         if "MLA" not in name
     }
-    yes, by_condition = (set(names.split()) for names in BY_HAND[question])
+    yes, by_condition = (set(names.split()) for names in BY_HAND[feature])
     assert {name for name, answer in serves.items() if answer is True} == yes
     assert {
         name for name, answer in serves.items() if isinstance(answer, str)
@@ -70,20 +70,20 @@ def rows_of(table: str) -> list[list[str]]:
 def test_the_table_of_the_page_has_the_answers_of_the_record(macro: str) -> None:
     assert f"{{{{ {macro} }}}}" in PAGE.read_text(encoding="utf-8")
     head, *rows = rows_of(getattr(backend_table, macro)())
-    questions = {words: question for question, words in backend_table.ROWS.items()}
+    features = {words: feature for feature, words in backend_table.ROWS.items()}
     found = recorded(NEWEST)["backends"]
     names = [name for name in head if name in found]
     assert set(names) == {
         name for name in found if ("MLA" in name) == (macro[0] == "l")
     }
     for words, *cells in rows:
-        question = questions[words]
-        if question == "mla":
+        feature = features[words]
+        if feature == "mla":
             continue
         for name, shown in zip(names, cells, strict=False):
-            answer, plain = (found[name]["serves"][x] for x in (question, "plain"))
+            answer, plain = (found[name]["serves"][x] for x in (feature, "plain"))
             expected = {True: "yes", False: "no"}.get(answer)
-            if expected is None and answer == plain and question != "plain":
+            if expected is None and answer == plain and feature != "plain":
                 expected = "yes"
             assert shown == expected or (
                 expected is None and shown.startswith(("if ", "no, "))
@@ -122,8 +122,8 @@ def test_the_plugins_column_is_what_its_classes_declare(
             value = getattr(owner, name)
             return value() if callable(value) else value
 
-        for question, method in backend_table.METHODS.items():
-            assert shown[question] == declared(backend, method), question
+        for feature, method in backend_table.METHODS.items():
+            assert shown[feature] == declared(backend, method), feature
         assert bool(shown["dcp"]) == declared(impl, "supports_dcp")
         assert shown["pcp"] == declared(impl, "supports_pcp")
         for cache in backend_table.CACHES:
@@ -213,12 +213,13 @@ def source_of(
     init: str = "pass", sinks: str = "pass", reason: str = "return None"
 ) -> Source:
     """Return a wheel with one backend."""
-    archive = zipfile.ZipFile(io.BytesIO(), "w")
-    other = OTHER.format(init=init, sinks=sinks, reason=reason)
-    archive.writestr("vllm/v1/attention/backend.py", BASE)
-    archive.writestr("vllm/other.py", other)
-    archive.writestr("vllm/helpers.py", HELPERS)
-    return Source(archive, {})
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("vllm/v1/attention/backend.py", BASE)
+        other = OTHER.format(init=init, sinks=sinks, reason=reason)
+        archive.writestr("vllm/other.py", other)
+        archive.writestr("vllm/helpers.py", HELPERS)
+    return Source(zipfile.ZipFile(file), {})
 
 
 @pytest.mark.parametrize(
@@ -288,7 +289,7 @@ def test_a_cache_that_is_not_declared_is_rejected_though_the_last_check_holds() 
     source = source_of()
     owner = source.class_of("vllm.other", "Backend")
     assert validate(source, owner, LAYER | {"kv_cache_dtype": "fp8"}) is True
-    assert validate(source, owner, LAYER | QUESTIONS["nvfp4"]) is False
+    assert validate(source, owner, LAYER | FEATURES["nvfp4"]) is False
 
 
 @pytest.mark.parametrize(

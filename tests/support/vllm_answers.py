@@ -139,7 +139,7 @@ class Frame:
         return self.is_reason or None
 
     def _no_reason(self, value: Any) -> Any:
-        """Return whether a value is no reason: None, or what a base class answered."""
+        """Return whether a value gives no reason: None, or what a base class answered."""
         if isinstance(value, Condition):
             text = f"({value.text})" if " " in value.text else value.text
             return Condition(f"{text} is None", f"{text} is not None")

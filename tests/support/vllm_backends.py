@@ -54,12 +54,12 @@ LAYER: dict[str, Any] = {
     "device_capability": Capability(*CAPABILITY),
     "attn_type": "decoder",
 }
-"""A layer of which every question changes something. With latent attention, 576 is its size."""
+"""The plain layer, of which every feature changes something. For latent attention, size 576."""
 COMBINED = [
     name for name in LAYER if name not in ("use_per_head_quant_scales", "attn_type")
 ]
 """The arguments of `supports_combination`."""
-QUESTIONS: dict[str, dict[str, Any]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "float32": {"dtype": "torch.float32"},
     "head_size_80": {"head_size": 80},
@@ -87,11 +87,11 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "pcp": {"use_pcp": True},
     "sparse": {"use_sparse": True},
 }
-"""What is asked of every backend: how the layer differs from a plain one."""
+"""What every backend is asked: how the layer differs from a plain one."""
 
 
 def record_backends(wheel: zipfile.ZipFile) -> dict[str, Any]:
-    """Return what each backend declares, and its answer to each question.
+    """Return what each backend declares, and its answer for each feature.
 
     An answer is True, False, or the expression that decides it.
     """
@@ -111,14 +111,14 @@ def record_backends(wheel: zipfile.ZipFile) -> dict[str, Any]:
         if "auto" not in caches:
             layer["kv_cache_dtype"] = caches[0]
         asked = {}
-        for question, changes in QUESTIONS.items():
+        for feature, changes in FEATURES.items():
             if layer["use_mla"] and "head_size" in changes:
                 continue
             source.facts |= {
-                "envs.VLLM_BATCH_INVARIANT": question == "batch_invariant",
-                f"{RANKS} > 1": question == "dcp",
+                "envs.VLLM_BATCH_INVARIANT": feature == "batch_invariant",
+                f"{RANKS} > 1": feature == "dcp",
             }
-            asked[question] = _plain(validate(source, owner, layer | changes))
+            asked[feature] = _plain(validate(source, owner, layer | changes))
         found[name] = {
             "class": class_name,
             "dtypes": [
