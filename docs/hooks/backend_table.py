@@ -144,6 +144,9 @@ def cell(answer: bool | str, plain: bool | str = True) -> str:
 
 
 def _table(rows: list[str], answers: dict[str, Answers]) -> str:
+    # the plugin comes first: a wide table scrolls
+    first = sorted(answers, key=lambda name: not name.startswith("pagetwin"))
+    answers = {name: answers[name] for name in first}
     lines = [
         f"| | {' | '.join(answers)} |",
         f"|---|{'---|' * len(answers)}",

@@ -80,7 +80,9 @@ def test_the_table_of_the_page_has_the_answers_of_the_record(macro: str) -> None
         feature = features[words]
         if feature == "mla":
             continue
-        for name, shown in zip(names, cells, strict=False):
+        for name, shown in zip(head, cells, strict=True):
+            if name not in found:  # the plugin
+                continue
             answer, plain = (found[name]["serves"][x] for x in (feature, "plain"))
             expected = {True: "yes", False: "no"}.get(answer)
             if expected is None and answer == plain and feature != "plain":
