@@ -93,7 +93,7 @@ def count_new_tokens(batch: Any) -> int | None:
     topk = getattr(drafts, "tree_topk", getattr(drafts, "topk", 1))
     if topk != 1 or drafts.ragged_verify_layout is not None:
         raise NotImplementedError(
-            "drafts in a tree or of several lengths: expected --speculative-eagle-topk 1 without"
-            " SGLANG_RAGGED_VERIFY_MODE"
+            "drafts in a tree or of several lengths: expected --speculative-eagle-topk 1, and as"
+            " many drafts for every request"
         )
     return int(drafts.draft_token_num)
