@@ -1,5 +1,6 @@
 """The search for the poison in an output: which slot, which request, which position."""
 
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -258,11 +259,18 @@ def test_causes_before_a_crash_are_kept(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Process:
-        """A process that says one cause, and a part of another one."""
+        """A process that says one cause and a part of another one, and does not end."""
 
-        def communicate(self, text: str, seconds: float) -> tuple[str, None]:
-            """Take the request."""
+        def communicate(
+            self, text: str = "", seconds: float | None = None
+        ) -> tuple[str, None]:
+            """Take the request, or return what was said."""
+            if seconds is not None:
+                raise subprocess.TimeoutExpired("search", seconds)
             return f'noise\n{BEGIN}\n["a law", "its cause"]\n["b law", "it', None
+
+        def kill(self) -> None:
+            """End."""
 
     monkeypatch.setattr(poison, "start", lambda *given: Process())
     (found,) = explain_nans("own", "cpu", [result()])
