@@ -6,15 +6,12 @@ import textwrap
 
 import pytest
 import torch
-from pagetwin.conformance.base.results import Status
-from pagetwin.conformance.candidates.candidate import load_candidate
 from pagetwin.conformance.candidates.guard import guard_pages
 from pagetwin.conformance.candidates.guard.guard_pages import (
     PAGE,
     guarded,
     guarded_rows,
 )
-from pagetwin.conformance.running.trial import find_law, make_setting, try_law
 
 pytestmark = pytest.mark.long
 
@@ -55,17 +52,6 @@ def test_shapes_and_dtypes_are_kept_and_strides_are_packed() -> None:
 def test_what_cannot_be_guarded_is_returned_as_it_is() -> None:
     for tensor in (torch.zeros(0, 3), torch.zeros(2, device="meta")):
         assert guarded(tensor) is tensor
-
-
-def test_a_law_about_guard_pages_is_not_tried_where_there_are_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(guard_pages, "CAN_PROTECT", False)
-    setting = make_setting(load_candidate("reference"), "cpu")
-    law = find_law("nothing past the end of a block table is read for slots")
-    result = try_law(law, setting, 0, 1)
-    assert result.status == Status.OUTSIDE
-    assert "memory that ends at a guard page, on Windows" in result.reason
 
 
 @pytest.mark.parametrize("count", [3, 5000])
