@@ -60,11 +60,7 @@ def paged_attention(
     batch = listed(block_table, query_start_loc, seq_lens, block_size)
     if batch is None:
         return out
-    # step: a table of the requests' own blocks, with 0 after the last one
-    counts = batch.block_starts.diff().tolist()
-    table = torch.nn.utils.rnn.pad_sequence(
-        list(batch.blocks.split(counts)), batch_first=True
-    )
+    table = batch.table()
     queries = batch.starts.diff()
 
     # step: leave zeros in slots of no request
@@ -88,7 +84,7 @@ def paged_attention(
         max_sequence_kv=table.shape[1] * block_size,
         actual_seq_lens_q=queries.view(-1, 1, 1, 1),
         actual_seq_lens_kv=batch.lens.view(-1, 1, 1, 1),
-        block_tables=table.int().contiguous(),
+        block_tables=table,
         causal=causal,
         return_lse=True,
         batch_offsets_q=batch.starts,

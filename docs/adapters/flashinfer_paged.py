@@ -56,6 +56,11 @@ class Listed(NamedTuple):
     blocks: torch.Tensor  # [blocks] int32
     last: torch.Tensor  # [reqs] int32 keys in the last block
 
+    def table(self):
+        """Return a table of the requests' own blocks, with 0 after the last one."""
+        rows = self.blocks.split(self.block_starts.diff().tolist())
+        return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True).int()
+
 
 def listed(block_table, query_start_loc, seq_lens, block_size):
     """Return the batch as FlashInfer takes it, or None if there is nothing to compute."""

@@ -45,11 +45,6 @@ def paged_attention(
     batch = listed(block_table, query_start_loc, seq_lens, block_size)
     if batch is None:
         return out
-    # step: a table of the requests' own blocks, with 0 after the last one
-    counts = batch.block_starts.diff().tolist()
-    table = torch.nn.utils.rnn.pad_sequence(
-        list(batch.blocks.split(counts)), batch_first=True
-    )
 
     # step: attend
     queries = query[batch.tokens].contiguous()
@@ -59,7 +54,7 @@ def paged_attention(
         queries[:, None],  # one beam
         key_cache.contiguous(),
         value_cache.contiguous(),
-        table.int().contiguous(),
+        batch.table(),
         batch.lens[:, None].to(torch.uint32),
         result[:, None],
         torch.zeros(128 << 20, dtype=torch.uint8, device=device),

@@ -92,7 +92,7 @@ def verdict_table() -> str:
     for name, verdict in newest_verdicts().items():
         counts = verdict["counts"]
         if not counts:
-            why = f"no law was judged: {verdict.get('why') or verdict['ended']}"
+            why = f"no law ended: {verdict.get('why') or verdict['ended']}"
             lines.append(f"| {TITLES[name]} | {verdict['library']} | | | | | | {why} |")
             continue
         failed = sum(counts.get(kind, 0) for kind in FAILED)

@@ -47,13 +47,14 @@ def check_cache_scales(
     options: AttentionOptions, key_cache: Tensor, contents: bool
 ) -> None:
     """Raise if the scales of a cache do not fit its format, or are those of two formats."""
-    scales = (options.k_scale, options.v_scale)
-    forms = [find_format(key_cache.dtype, scale) for scale in scales]
-    if None not in scales and forms[0] is not forms[1]:
-        raise ValueError(
-            f"k_scale belongs to the format {forms[0].name} and v_scale to {forms[1].name}:"
-            " expected one format, since keys and values have the same"
-        )
+    if options.k_scale is not None and options.v_scale is not None:
+        of_keys = find_format(key_cache.dtype, options.k_scale)
+        of_values = find_format(key_cache.dtype, options.v_scale)
+        if of_keys is not of_values:
+            raise ValueError(
+                f"k_scale belongs to the format {of_keys.name} and v_scale to {of_values.name}:"
+                " expected one format, since keys and values have the same"
+            )
     for name in ("k_scale", "v_scale"):
         check_format_scale(name, getattr(options, name), key_cache, contents)
 

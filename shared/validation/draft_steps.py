@@ -70,10 +70,11 @@ def check_eagle_step(
     reqs = len(positions_1d)
     rows = reqs if input_batch_size is None else input_batch_size
     check_length("seq_lens", seq_lens, reqs, "requests")
-    if block_table_tensor.dim() != 2 or block_table_tensor.shape[0] != reqs:
+    shape = list(block_table_tensor.shape)
+    if len(shape) != 2 or shape[0] != reqs or (reqs and not shape[1]):
         raise ValueError(
-            f"block_table_tensor has shape {list(block_table_tensor.shape)}: expected"
-            f" [{reqs}, max_blocks]"
+            f"block_table_tensor has shape {shape}: expected [{reqs}, max_blocks] with at"
+            " least one block"
         )
     if rows < reqs:
         raise ValueError(

@@ -129,7 +129,7 @@ def test_every_adapter_has_a_title_and_a_library(script: Any, table: Any) -> Non
 def run_of(folder: Path, name: str, **more: Any) -> Path:
     """Write the record of a run that judged one adapter, and return its path."""
     verdict = {"adapter": name, "library": "l", "counts": {"held": 1, "broken": 2}}
-    verdict |= {"cases": 9, "ended": "all laws were judged", "undeclared": {}}
+    verdict |= {"cases": 9, "ended": "all laws ended", "undeclared": {}}
     laws = [
         {"law": "a", "status": "held"},
         {"law": "b", "status": "broken", "what": "output", "case": "BatchPlan(1, 2)"},

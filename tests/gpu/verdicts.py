@@ -170,7 +170,7 @@ def summarize(lines: Path) -> Record:
     )
     symptoms = [entry["symptoms"] for entry in found if "symptoms" in entry]
     late = counts["not finished"]
-    ended = f"{late} laws are not finished" if late else "all laws were judged"
+    ended = f"{late} laws are not finished" if late else "all laws ended"
     return {
         "ended": ended if symptoms else "stopped",
         "counts": dict(sorted(counts.items())),

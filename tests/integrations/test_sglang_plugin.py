@@ -135,6 +135,15 @@ def test_a_layer_without_scales_reads_codes_as_they_are(sglang: str) -> None:
     assert steps.backend._options_of(layer, E4M3, None).k_scale is layer.k_scale
 
 
+def test_sinks_of_a_later_call_are_not_lost(sglang: str) -> None:
+    steps = EngineSteps()
+    layer, sinks = steps.layers[0], torch.ones(4)
+    options = steps.backend._options_of
+    assert options(layer, torch.float32, None).sinks is None
+    assert options(layer, torch.float32, sinks).sinks is not None
+    assert options(layer, torch.float32, None).sinks is None
+
+
 def test_sinks_that_change_keep_the_address_that_graphs_read(sglang: str) -> None:
     steps = EngineSteps()
     sinks = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.bfloat16)

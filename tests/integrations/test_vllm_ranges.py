@@ -1,10 +1,12 @@
 """Images that attend in both directions, and prompts that no window hides, in the vLLM plugin."""
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pagetwin.contract.operations import load_implementation
 from support.fake_vllm import VERSIONS, fake_vllm
 from support.vllm_steps import DEVICE, EngineSteps
 from torch import Tensor
@@ -155,6 +157,12 @@ def test_captured_steps_read_the_ranges_of_prompts_from_one_buffer(
 def test_what_cannot_be_combined_is_rejected(version: str) -> None:
     with pytest.raises(NotImplementedError, match="rswa_window with is_mm_prefix_lm"):
         EngineSteps(version, model=IMAGES | PROMPTS)
+    config = EngineSteps(version, model=IMAGES).config
+    config.speculative_config = SimpleNamespace(enable_adaptive_verification=True)
+    from pagetwin.integrations.vllm.ranges import StepRanges
+
+    with pytest.raises(NotImplementedError, match="enable_adaptive_verification"):
+        StepRanges(load_implementation("reference"), config, (), "cpu")
 
 
 def test_a_shared_prefix_is_not_read_once_if_tokens_have_ranges(version: str) -> None:

@@ -30,7 +30,7 @@ if str(OVERLAY) not in sys.path:
 
 from changed_modules import VARIABLE, install  # noqa: E402
 
-LEFT_OUT = "not slow and not site and not compile and not cuda and not long"
+LEFT_OUT = "not slow and not site and not compile and not cuda"
 """Marks of the tests that are run."""
 UNCHANGED = ("pagetwin.reference", "pagetwin.optimized")
 """Packages that import none that is changed."""

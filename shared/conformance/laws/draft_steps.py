@@ -272,6 +272,7 @@ def impossible_steps_of_drafts_are_rejected(
 MOVES = {
     "a length too many": {"seq_lens": 3},
     "a row of blocks too few": {"block_table_tensor": 1},
+    "rows without blocks": {"max_blocks": 0},
     "too few positions": {"out_clamped_positions": 1},
     "too few slots": {"out_slot_mapping": 2},
     "fewer rows than requests": {"input_batch_size": 1},
@@ -285,6 +286,7 @@ def moves_of_other_requests_are_rejected(setting: Setting, what: str) -> None:
     sizes = {
         "positions_1d": 2,
         "block_table_tensor": 2,
+        "max_blocks": 4,
         "seq_lens": 2,
         "out_clamped_positions": 2,
         "out_slot_mapping": 3,
@@ -292,11 +294,12 @@ def moves_of_other_requests_are_rejected(setting: Setting, what: str) -> None:
         "max_model_len": 9,
         "input_batch_size": 3,
     } | MOVES[what]
+    max_blocks = sizes.pop("max_blocks")
     given: dict[str, Any] = {}
     for name, size in sizes.items():
         wide = name in ("positions_1d", "out_clamped_positions", "out_slot_mapping")
         dtype = torch.int64 if wide else torch.int32
-        shape = (size, 4) if name == "block_table_tensor" else (size,)
+        shape = (size, max_blocks) if name == "block_table_tensor" else (size,)
         is_number = name in ("block_size", "max_model_len", "input_batch_size")
         tensor = torch.ones(shape, dtype=dtype, device=setting.device)
         given[name] = size if is_number else tensor

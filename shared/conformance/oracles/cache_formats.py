@@ -17,12 +17,17 @@ Rows: TypeAlias = np.ndarray[Any, Any]
 Rule: TypeAlias = Callable[[Rows, Any], tuple[Rows, Any]]
 
 
+def measured(rows: Rows, largest: int) -> tuple[Rows, Rows]:
+    """Return rows divided by scales that make their largest size `largest`, and the scales."""
+    sizes = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
+    scales = np.maximum(sizes.max(-1) / np.float32(largest), np.float32(1e-6))
+    with np.errstate(invalid="ignore"):
+        return rows * (np.float32(1) / scales)[..., None], scales
+
+
 def int8_per_token_head(rows: Rows, scale: Any) -> tuple[Rows, Rows]:
     """Return codes and scales; the scale is not read."""
-    sizes = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
-    scales = np.maximum(sizes.max(-1) / np.float32(127), np.float32(1e-6))
-    with np.errstate(invalid="ignore"):
-        quotients = rows * (np.float32(1) / scales)[..., None]
+    quotients, scales = measured(rows, 127)
     is_number = np.isfinite(quotients)
     away = np.floor(np.abs(np.where(is_number, quotients, 0)) + np.float32(0.5))
     codes = np.where(is_number, np.copysign(away, quotients), -128)
@@ -31,10 +36,7 @@ def int8_per_token_head(rows: Rows, scale: Any) -> tuple[Rows, Rows]:
 
 def fp8_per_token_head(rows: Rows, scale: Any) -> tuple[Rows, Rows]:
     """Return codes as bytes, and scales; the scale is not read."""
-    sizes = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
-    scales = np.maximum(sizes.max(-1) / np.float32(448), np.float32(1e-6))
-    with np.errstate(invalid="ignore"):
-        quotients = rows * (np.float32(1) / scales)[..., None]
+    quotients, scales = measured(rows, 448)
     quotients = np.where(np.isfinite(quotients), quotients, np.float32(-448))
     sizes = np.minimum(np.abs(quotients), np.float32(448)).astype(np.float64)
     # codes of one power of two are an eighth of it apart; below 2^-6 they are 2^-9 apart

@@ -139,14 +139,15 @@ class PagetwinSglangBackend(AttentionBackend):
         if cache_dtype in TENSOR_SCALE_DTYPES:
             k_scale = 1.0 if layer.k_scale is None else layer.k_scale
             v_scale = 1.0 if layer.v_scale is None else layer.v_scale
-        found = self._options.get(layer)
+        # a layer called with sinks and without has options of both kinds
+        kind = (layer, sinks is None)
+        found = self._options.get(kind)
         if found and found.k_scale is k_scale and found.v_scale is v_scale:
-            own = found.sinks
-            if sinks is not None and own is not None and own is not sinks:
-                own.copy_(sinks)
+            if sinks is not None and found.sinks is not None:
+                found.sinks.copy_(sinks)
             return found
         window = layer.sliding_window_size
-        self._options[layer] = options = AttentionOptions(
+        self._options[kind] = options = AttentionOptions(
             causal=layer.attn_type is not AttentionType.ENCODER_ONLY,
             sliding_window=None if window is None or window < 0 else window + 1,
             attention_chunk_size=self._chunk_size if layer.use_irope else None,

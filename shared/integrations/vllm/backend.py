@@ -35,7 +35,10 @@ class Reasons:
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return True: of the host's lengths the maxima alone are used, as upper bounds."""
+        """Return True: of the host's lengths the maxima alone are used, as upper bounds.
+
+        A model with images, whose ranges need more, is rejected with trimmed drafts (`StepRanges`).
+        """
         return True
 
     @classmethod

@@ -35,7 +35,8 @@ class StepRanges:
         has_images: whether the tokens of an image attend to each other.
 
     Raises:
-        NotImplementedError: a model with both, or with one of them and ranks that share keys.
+        NotImplementedError: a model with both, or with one of them and ranks that share keys, or
+            with images and drafts that are trimmed on the device.
     """
 
     def __init__(
@@ -52,6 +53,15 @@ class StepRanges:
                 f"{'rswa_window' if self.rswa_window else 'is_mm_prefix_lm'} with"
                 " decode_context_parallel_size above 1: expected 1, since a rank does not know the"
                 " positions of its keys; or choose another --attention-backend"
+            )
+        speculative = getattr(vllm_config, "speculative_config", None)
+        if self.has_images and getattr(
+            speculative, "enable_adaptive_verification", False
+        ):
+            raise NotImplementedError(
+                "is_mm_prefix_lm with enable_adaptive_verification: expected one of them, since"
+                " ranges of images are placed by the query lengths of the host; or choose another"
+                " --attention-backend"
             )
         if self.rswa_window is None:
             return
