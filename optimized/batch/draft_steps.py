@@ -115,7 +115,12 @@ def compute_token_to_req_indices(
     query_start_loc: StartLoc, num_mapped_tokens: int, num_tokens: int
 ) -> TokenCounts:
     """Return the request of each token, by start locations on the device."""
-    check_token_to_req(query_start_loc, num_mapped_tokens, num_tokens)
+    check_token_to_req(
+        query_start_loc,
+        num_mapped_tokens,
+        num_tokens,
+        contents=values_checked(query_start_loc),
+    )
     token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
     # step: find the first request that ends after the token
     req = torch.searchsorted(query_start_loc[1:], token, right=True, out_int32=True)

@@ -220,7 +220,8 @@ def compute_token_to_req_indices(
         [num_tokens] int32. Tokens past the last request get the last one.
 
     Raises:
-        ValueError: a negative number, or a step without requests.
+        ValueError: a negative number, a step without requests, or starts that decrease or do
+            not begin at 0.
 
     Source:
         vLLM's function of that name (0.33), which writes into a buffer.

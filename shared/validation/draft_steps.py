@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .batch import LARGEST_ID, check_start_loc
 from .primitives import (
     check_dtype,
     check_length,
@@ -67,6 +68,14 @@ def check_eagle_step(
 ) -> None:
     """Raise an error for tensors of other requests, and positions past the end of their rows."""
     check_positive(block_size=block_size, max_model_len=max_model_len)
+    for name, tensor, dtype in (
+        ("positions_1d", positions_1d, torch.int64),
+        ("block_table_tensor", block_table_tensor, torch.int32),
+        ("seq_lens", seq_lens, torch.int32),
+        ("out_clamped_positions", out_clamped_positions, torch.int64),
+        ("out_slot_mapping", out_slot_mapping, torch.int64),
+    ):
+        check_dtype(name, tensor, dtype)
     reqs = len(positions_1d)
     rows = reqs if input_batch_size is None else input_batch_size
     check_length("seq_lens", seq_lens, reqs, "requests")
@@ -108,12 +117,18 @@ def check_eagle_step(
 
 
 def check_token_to_req(
-    query_start_loc: Tensor, num_mapped_tokens: int, num_tokens: int
+    query_start_loc: Tensor,
+    num_mapped_tokens: int,
+    num_tokens: int,
+    contents: bool = True,
 ) -> None:
-    """Raise an error for negative numbers, and a step without requests."""
+    """Raise an error for negative numbers, a step without requests, and wrong starts."""
     check_not_negative(num_mapped_tokens=num_mapped_tokens, num_tokens=num_tokens)
-    if query_start_loc.shape[0] < 2:
+    reqs = query_start_loc.shape[0] - 1
+    if reqs < 1:
         raise ValueError(
             f"query_start_loc has shape {list(query_start_loc.shape)}: expected"
             " [reqs + 1] with at least one request"
         )
+    # the host knows an upper bound only: what the starts add up to is not compared with it
+    check_start_loc("query_start_loc", query_start_loc, reqs, LARGEST_ID, contents)

@@ -105,9 +105,9 @@ def test_many_kinds_of_calls_leave_a_bounded_cache(
         assert len(plans) <= 8
 
 
-# what has few values in one process: chips, versions, names, block sizes
+# what has few values in one process: chips, versions, names, kinds of caches, block sizes
 FEW_VALUES = {
-    *("device", "version", "name", "block_size", "is_float32", "interpreter"),
+    *("device", "version", "name", "kind", "block_size", "is_float32", "interpreter"),
     "kernel_arguments",
 }
 SERVES = ("reference", "optimized", "engine", "recorder", "integrations")

@@ -18,7 +18,6 @@ from ..cases.steps import (
     MANY,
     PROMPT,
     Requests,
-    Runs,  # noqa: F401 (a failing case is evaluated here)
     bare_step,
     counts,
     draw_requests,

@@ -25,7 +25,6 @@ from ..cases.steps import (
     MANY,
     PROMPT,
     Requests,
-    Runs,  # noqa: F401 (a failing case is evaluated here)
     counts,
     draw_requests,
     requests,

@@ -21,6 +21,7 @@ from ..candidates.fitting import fit_case
 from ..candidates.guard.interference import GUARD, own_endings
 from ..candidates.setting import Setting
 from ..cases.reuse import Reuse
+from ..cases.steps import Runs
 from ..checks.expect import Disagreement
 from ..checks.pictures import picture_of
 from ..laws.all_laws import ALL_LAWS
@@ -77,7 +78,7 @@ def find_law(name: str) -> Law:
 def make_case(law: Law, case: str) -> Any:
     """Return a case from the Python expression that a report shows."""
     names = vars(torch) | vars(builtins) | {"torch": torch, "inf": float("inf")}
-    names |= {"nan": float("nan")} | law.body.__globals__
+    names |= {"nan": float("nan"), "Runs": Runs} | law.body.__globals__
     return eval(case, names)
 
 
