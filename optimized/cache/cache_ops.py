@@ -1,8 +1,8 @@
 """Cache operations: write, gather, copy and swap keys and values.
 
-One launch moves all tokens, or all blocks of a layer (kernels/kv_cache.py). Elements are copied as
-integers of their width, so no bit changes. Only between a quantized cache and a wider dtype are
-they converted, and there both twins agree bitwise too.
+One launch moves all tokens, or all blocks of a layer (kernels/kv_cache.py, kernels/gather_kv.py).
+Elements are copied as integers of their width, so no bit changes. Only between a quantized cache
+and a wider dtype are they converted, and there both twins agree bitwise too.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ...contract.argument_types import typed
-from ...contract.cache_formats import find_format
+from ...contract.cache_formats import find_format, head_size_of
 from ...contract.shapes import (
     BlockMapping,
     BlockTable,
@@ -37,17 +37,20 @@ from ...validation import (
     values_may_be_checked,
 )
 from ..kernels.fp8 import has_fp8_encoding, has_native_fp8, scale_arguments
+from ..kernels.gather_kv import (
+    TOKENS_PER_PROGRAM,
+    gather_kv_kernel,
+    gather_measured_kv_kernel,
+)
 from ..kernels.kv_cache import (
     ELEMENTS_PER_WRITE,
-    TOKENS_PER_PROGRAM,
     CacheHalf,
-    MeasuredHalf,
     NewTokens,
     as_bits,
     choose_tile,
     choose_tokens,
     copy_blocks_kernel,
-    gather_kv_kernel,
+    measured_half,
     write_kv_kernel,
     write_measured_kv_kernel,
 )
@@ -79,10 +82,11 @@ def reshape_and_cache(
     slot_mapping: SlotMapping,
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> None:
     """Write each new token's key and value to its slot."""
     write = (key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale)
-    signature = sign_write(*write)
+    signature = sign_write(*write, kv_cache_dtype)
     repeated = None if signature is None else WRITES.get(signature)
     if repeated is not None and not values_may_be_checked() and repeated.launch(*write):
         return
@@ -96,15 +100,16 @@ def reshape_and_cache(
         slot_mapping,
         k_scale,
         v_scale,
+        kv_cache_dtype,
         contents=contents,
     )
     check_launch(key_cache)
     if not slot_mapping.shape[0] or not key_cache.numel() or not value_cache.numel():
         return
-    is_measured = find_format(key_cache.dtype, k_scale).is_measured
-    lower = _lower_measured_write if is_measured else _lower_write
+    form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
+    lower = _lower_measured_write if form.is_measured else _lower_write
     kernel, tokens, grid, arguments = lower(
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, form.name
     )
     compiled = launch_kernel(kernel, grid, *arguments)
     record_write(signature, compiled, tokens, grid[1], arguments)
@@ -118,6 +123,7 @@ def _lower_write(
     slot_mapping: Tensor,
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
+    name: str,
 ) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
     """Return the kernel of a write, its tokens per program, its grid and arguments in order."""
     num_slots = slot_mapping.shape[0]
@@ -127,7 +133,6 @@ def _lower_write(
     tile = choose_tile(elements)
     tokens = choose_tokens(tile)
     grid = (triton.cdiv(num_slots, tokens), triton.cdiv(elements, tile))
-    name = find_format(key_cache.dtype, k_scale).name
     if k_scale is None:
         key, value = as_bits(key, value)
     key_cache, value_cache = as_bits(key_cache, value_cache)
@@ -160,21 +165,21 @@ def _lower_measured_write(
     slot_mapping: Tensor,
     k_scale: Any,
     v_scale: Any,
+    name: str,
 ) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
     """Return what `_lower_write` returns, for a cache with a scale per slot and head."""
     count = slot_mapping.shape[0]
-    _, block_size, kv_heads, head_size = key_cache.shape
-    value_head_size = value_cache.shape[3]
+    _, block_size, kv_heads, _ = key_cache.shape
+    head_size, value_head_size = head_size_of(key_cache), head_size_of(value_cache)
     tiles = [triton.next_power_of_2(size) for size in (head_size, value_head_size)]
     tokens = choose_tokens(min(max(tiles), ELEMENTS_PER_WRITE))
     grid = (triton.cdiv(count, tokens), kv_heads)
-    name = find_format(key_cache.dtype, k_scale).name
     key_cache, value_cache = as_bits(key_cache, value_cache)
     arguments = (
         NewTokens(key, *key.stride()),
         NewTokens(value, *value.stride()),
-        MeasuredHalf(key_cache, k_scale, *k_scale.stride(), *key_cache.stride()),
-        MeasuredHalf(value_cache, v_scale, *v_scale.stride(), *value_cache.stride()),
+        measured_half(key_cache, k_scale),
+        measured_half(value_cache, v_scale),
         slot_mapping,
         count,
         slot_mapping.stride(0),
@@ -213,24 +218,22 @@ def gather_cache(
         contents=values_checked(key_cache),
     )
     check_launch(key_cache)
-    _, block_size, kv_heads, head_size = key_cache.shape
-    value_head_size = value_cache.shape[3]
+    _, block_size, kv_heads, _ = key_cache.shape
+    head_size, value_head_size = (
+        cache.shape[3] if dtype is None else head_size_of(cache)
+        for cache in (key_cache, value_cache)
+    )
     result_dtype = key_cache.dtype if dtype is None else dtype
     buffer_dtype = torch.float32 if must_widen(result_dtype) and dtype else result_dtype
     key = key_cache.new_empty(num_tokens, kv_heads, head_size, dtype=buffer_dtype)
     value = key.new_empty(num_tokens, kv_heads, value_head_size)
-    elements = kv_heads * max(head_size, value_head_size)
     if not key.numel() or not value.numel():
         return key.to(result_dtype), value.to(result_dtype)
     key_bits, value_bits = as_bits(key_cache, value_cache)
     results = (key, value) if dtype else as_bits(key, value)
     num_reqs = block_table.shape[0]
     form = find_format(key_cache.dtype, k_scale)
-    tile = choose_tile(elements)
-    grid = (triton.cdiv(num_tokens, TOKENS_PER_PROGRAM), triton.cdiv(elements, tile))
-    gather_kv_kernel[grid](
-        CacheHalf(key_bits, *scale_arguments(k_scale), *key_cache.stride()),
-        CacheHalf(value_bits, *scale_arguments(v_scale), *value_cache.stride()),
+    common = (
         *results,
         block_table,
         seq_start_loc.contiguous(),
@@ -240,11 +243,28 @@ def gather_cache(
         num_reqs,
         num_reqs.bit_length(),
         *block_table.stride(),
-        HEAD_SIZE=head_size,
-        VALUE_HEAD_SIZE=value_head_size,
-        CACHE_FORMAT=form.name,
-        IS_MEASURED=form.is_measured and dtype is not None,
-        NATIVE_FP8=dtype is not None and has_native_fp8(key_cache.device),
+        head_size,
+        value_head_size,
+        form.name,
+        dtype is not None and has_native_fp8(key_cache.device),
+    )
+    programs = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM)
+    if form.is_measured and dtype is not None:
+        gather_measured_kv_kernel[(programs, kv_heads)](
+            measured_half(key_bits, k_scale),
+            measured_half(value_bits, v_scale),
+            *common,
+            TOKENS=TOKENS_PER_PROGRAM,
+            BLOCK_D=triton.next_power_of_2(head_size),
+            BLOCK_DV=triton.next_power_of_2(value_head_size),
+        )
+        return key.to(result_dtype), value.to(result_dtype)
+    elements = kv_heads * max(head_size, value_head_size)
+    tile = choose_tile(elements)
+    gather_kv_kernel[(programs, triton.cdiv(elements, tile))](
+        CacheHalf(key_bits, *scale_arguments(k_scale), *key_cache.stride()),
+        CacheHalf(value_bits, *scale_arguments(v_scale), *value_cache.stride()),
+        *common,
         TOKENS=TOKENS_PER_PROGRAM,
         ELEMENTS=tile,
     )

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ...contract.cache_formats import head_size_of
 from ...validation import values_checked
 from ..kernels.portable.host.tuning import max_head_size
 from ..runtime.attention_call import AttentionCall, round_key_bound, sign, sizes_fit
@@ -96,7 +97,7 @@ def _attend_anew(
     bound = round_key_bound(call)
     if out is None or type(scale) is not float or bound != call.max_key_len:
         if out is None:
-            out = query.new_empty(*query.shape[:2], call.value.shape[-1])
+            out = query.new_empty(*query.shape[:2], head_size_of(call.value))
         # an integer would be compiled into the kernel as a constant
         scale = query.shape[2] ** -0.5 if scale is None else float(scale)
         call = call._replace(scale=scale, out=out, max_key_len=bound)

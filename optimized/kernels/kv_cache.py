@@ -1,4 +1,4 @@
-"""Triton kernels that write keys and values to their paged cache, gather them and copy blocks.
+"""Triton kernels that write keys and values to their paged cache, and copy blocks.
 
 A program moves a tile of tokens, or of a block, by elements, with any strides. Elements are copied
 as integers of their width, so no bit changes. Only between a quantized cache and a wider dtype are
@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .find_request import find_request
 from .fp8 import load_scale
-from .portable.formats.cache_format import decode_codes, encode_given, encode_measured
+from .portable.formats.cache_format import (
+    encode_given,
+    encode_measured,
+    is_packed,
+)
 
-TOKENS_PER_PROGRAM = 4
-"""Tokens that a program gathers."""
 MAX_ELEMENTS_PER_PROGRAM = 1024
 """Elements of a token or block that a program moves, at most."""
 ELEMENTS_PER_WRITE = 2048
@@ -82,6 +83,11 @@ class MeasuredHalf(NamedTuple):
     stride_slot: Any
     stride_head: Any
     stride_element: Any
+
+
+def measured_half(tensor: Tensor, scale: Tensor) -> MeasuredHalf:
+    """Return a kernel's argument of keys or values, in whose scales a write stores."""
+    return MeasuredHalf(tensor, scale, *scale.stride(), *tensor.stride())
 
 
 def as_bits(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -158,9 +164,9 @@ def write_kv_kernel(
             new_value, value_cache, value_head, is_value, CACHE_FORMAT, NATIVE_FP8
         )
     # step: store the key and the value
-    to = _locate(key_cache, block_id, offset, head, part)
+    to = locate(key_cache, block_id, offset, head, part)
     tl.store(to, new_key, mask=stored)
-    to = _locate(value_cache, block_id, offset, value_head, value_part)
+    to = locate(value_cache, block_id, offset, value_head, value_part)
     tl.store(to, new_value, mask=value_stored)
 
 
@@ -227,17 +233,41 @@ def _write_measured(
     offsets += (part * new.stride_element)[None, :]
     numbers = tl.load(new.tensor + offsets, mask=written, other=0).to(tl.float32)
     # step: encode the key and the value in the format of the cache
-    codes, scale = encode_measured(numbers, CACHE_FORMAT)
+    dtype: tl.constexpr = new.tensor.dtype.element_ty
+    codes, scale = encode_measured(numbers, dtype, SIZE, BLOCK, CACHE_FORMAT)
     # step: store the key and the value
+    to, of_scale, is_code = locate_rows(
+        cache, block_id, offset, head, SIZE, BLOCK, CACHE_FORMAT
+    )
+    tl.store(to, codes, mask=stored[:, None] & is_code)
+    tl.store(of_scale, scale, mask=stored)
+
+
+@triton.jit
+def locate_rows(
+    cache, block_id, offset, head,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Return pointers to the codes of one head of slots and to their scales.
+
+    Args:
+        cache: MeasuredHalf.
+        block_id, offset: [TOKENS].
+
+    Returns:
+        [TOKENS, stored elements], [TOKENS], and which elements exist: [1, stored elements].
+    """
+    codes: tl.constexpr = 2 if is_packed(CACHE_FORMAT) else 1
+    part = tl.arange(0, BLOCK // codes).to(tl.int64)
     to = block_id * cache.stride_block + offset * cache.stride_slot
     to += head * cache.stride_head
-    tl.store(
+    of_scale = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
+    of_scale += head * cache.scale_stride_head
+    return (
         cache.tensor + to[:, None] + (part * cache.stride_element)[None, :],
-        codes,
-        mask=written,
+        cache.scale + of_scale,
+        (part < SIZE // codes)[None, :],
     )
-    to = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
-    tl.store(cache.scale + to + head * cache.scale_stride_head, scale, mask=stored)
 
 
 @triton.jit
@@ -261,105 +291,11 @@ def _quantise(
 
 
 @triton.jit
-def _dequantise(
-    codes, cache, block_id, offset, head, is_token, is_head,
-    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr, IS_MEASURED: tl.constexpr,
-):  # fmt: skip
-    """Return the numbers that the codes of a cache mean: [TOKENS, ELEMENTS] float32.
-
-    Args:
-        block_id, offset, is_token: [TOKENS] their slots, and which tokens exist.
-        head, is_head: [ELEMENTS].
-    """
-    if IS_MEASURED:
-        strides = cache.scale_stride
-        slots = block_id * strides.block + offset * strides.slot
-        scale = tl.load(
-            cache.scale + slots[:, None] + (head * strides.head)[None, :],
-            mask=is_token[:, None] & is_head[None, :],
-            other=0.0,
-        )
-    else:
-        scale = load_scale(cache.scale, cache.scale_stride, head, is_head)
-    return decode_codes(codes, CACHE_FORMAT, NATIVE_FP8) * scale
-
-
-@triton.jit
-def _locate(cache, block_id, offset, head, part):
+def locate(cache, block_id, offset, head, part):
     """Return pointers to elements of slots: [TOKENS, ELEMENTS]."""
     slots = block_id * cache.stride_block + offset * cache.stride_slot
     parts = head * cache.stride_head + part * cache.stride_element
     return cache.tensor + slots[:, None] + parts[None, :]
-
-
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_reqs", "num_halvings", "table_stride_req"]
-)
-def gather_kv_kernel(
-    key_cache,
-    value_cache,
-    key,
-    value,
-    block_table,
-    seq_start_loc,
-    num_tokens,
-    kv_heads,
-    block_size,
-    num_reqs,
-    num_halvings,
-    table_stride_req,
-    table_stride_entry,
-    HEAD_SIZE: tl.constexpr,
-    VALUE_HEAD_SIZE: tl.constexpr,
-    CACHE_FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    IS_MEASURED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
-    """Copy a tile of tokens of concatenated sequences from the cache.
-
-    Args:
-        key_cache, value_cache: CacheHalf.
-        num_halvings: bits of num_reqs.
-        CACHE_FORMAT, IS_MEASURED: name of the format of the cache, and whether it has a scale per
-            slot and head.
-        TOKENS, ELEMENTS: tokens of the tile, and elements of all heads of a token.
-    """
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    element = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS).to(tl.int64)
-    head, part = element // HEAD_SIZE, element % HEAD_SIZE
-    value_head, value_part = element // VALUE_HEAD_SIZE, element % VALUE_HEAD_SIZE
-    req = find_request(seq_start_loc, token, num_reqs, num_halvings)
-    is_token = (token < num_tokens) & (req < num_reqs)
-    position = token - tl.load(seq_start_loc + req, mask=is_token, other=0)
-    # step: look up the block
-    row = block_table + req.to(tl.int64) * table_stride_req
-    entry = (position // block_size).to(tl.int64) * table_stride_entry
-    block_id = tl.load(row + entry, mask=is_token, other=0).to(tl.int64)
-    # step: add the offset in the block
-    offset = (position % block_size).to(tl.int64)
-    # step: copy the key and the value
-    is_head, is_value_head = head < kv_heads, value_head < kv_heads
-    at = _locate(key_cache, block_id, offset, head, part)
-    one_key = tl.load(at, mask=is_token[:, None] & is_head[None, :], other=0)
-    at = _locate(value_cache, block_id, offset, value_head, value_part)
-    one_value = tl.load(at, mask=is_token[:, None] & is_value_head[None, :], other=0)
-    # step: multiply by the scales if another dtype is requested
-    if key_cache.scale is not None:
-        one_key = _dequantise(
-            one_key, key_cache, block_id, offset, head, is_token, is_head,
-            CACHE_FORMAT, NATIVE_FP8, IS_MEASURED,
-        )  # fmt: skip
-        one_value = _dequantise(
-            one_value, value_cache, block_id, offset, value_head, is_token,
-            is_value_head, CACHE_FORMAT, NATIVE_FP8, IS_MEASURED,
-        )  # fmt: skip
-    written = (token < num_tokens)[:, None]
-    to = token.to(tl.int64)[:, None] * (kv_heads * HEAD_SIZE) + element[None, :]
-    tl.store(key + to, one_key, mask=written & is_head[None, :])
-    to = token.to(tl.int64)[:, None] * (kv_heads * VALUE_HEAD_SIZE) + element[None, :]
-    tl.store(value + to, one_value, mask=written & is_value_head[None, :])
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.cache_formats import head_size_of
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import (
     BlockTable,
@@ -182,7 +183,7 @@ class DecodeContextParallel:
         # step: gather the query heads of all ranks
         q = self._gather(query, waits)
         # step: attend to the splits that this rank stores
-        outs, lses = self._send_buffer(batch, value_cache.shape[-1])
+        outs, lses = self._send_buffer(batch, head_size_of(value_cache))
         run = 0 if self.fixed_splits is None else self.fixed_splits.run
         paged_attention(
             q if batch.splits == 1 else q.repeat(batch.splits, 1, 1),
@@ -205,7 +206,7 @@ class DecodeContextParallel:
             ),
         )
         if out is None:
-            out = query.new_empty(*query.shape[:2], value_cache.shape[-1])
+            out = query.new_empty(*query.shape[:2], head_size_of(value_cache))
         # step: exchange partial results, and combine them by log-sum-exp
         if self.exchange == "all_to_all":
             # the kernel counts the sinks, too

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...contract.cache_formats import head_size_of
 from ..runtime.compile_ahead import count_threads, launch_compiled
 from ..warm_up.warm_up import WarmedKernel, launch_within
 from ..warm_up.warm_up_spec import WarmUpSpec, check_spec
@@ -49,7 +50,7 @@ def warm_up_ranks(
                 replace(options, causal=False, sinks=None) for options in spec.options
             ),
             lse=(True,),
-            make_rows=partial(_rows_of, step, pitch, spec.value_cache.shape[3]),
+            make_rows=partial(_rows_of, step, pitch, head_size_of(spec.value_cache)),
         )
         for pitch in sorted({most, max(1, most - 1)})
     ]
@@ -115,7 +116,7 @@ def _combine_padding(
     lse: bool,
 ) -> None:
     """Combine the received rows of a step of padding."""
-    heads, size = step.num_query_heads, spec.value_cache.shape[3]
+    heads, size = step.num_query_heads, head_size_of(spec.value_cache)
     nothing = torch.zeros(0, dtype=torch.int32, device=step.device)
     batch = make_rank_batch(
         spec.key_cache, nothing.view(0, 0), step._requests[:1], nothing, tokens, 0, True, 1,

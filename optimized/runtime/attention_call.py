@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...contract.argument_kinds import INT32
 from ...contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
+from ...contract.cache_formats import head_size_of
 from ...validation.score_numbers import is_score_scale
 from .launcher import INTERPRETED
 
@@ -141,7 +142,7 @@ def sizes_fit(call: AttentionCall) -> bool:
         fits
         and 0 <= call.max_query_len <= INT32
         and is_score_scale(scale)
-        and (out is None or out.shape == (tokens, query_heads, value.shape[-1]))
+        and (out is None or out.shape == (tokens, query_heads, head_size_of(value)))
         and (lse is None or lse.shape == (query_heads, tokens))
     )
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...contract.cache_formats import CODES_PER_ELEMENT, head_size_of
 from .attention_call import AttentionCall
 from .chip import count_processors
 
@@ -63,7 +64,7 @@ class BatchBounds(NamedTuple):
 def describe_layer(call: AttentionCall) -> Layer:
     """Return what the estimates need to know of all calls with this call's signature."""
     options, value = call.options, call.value
-    kv_heads, value_size = value.shape[-2:]
+    kv_heads, value_size = value.shape[-2], head_size_of(value)
     numbers = call.query.shape[-1] + value_size
     visible = None
     if options.tree_mask is None and options.query_ranges is None:
@@ -75,7 +76,11 @@ def describe_layer(call: AttentionCall) -> Layer:
         group_size=call.query.shape[1] // kv_heads,
         kv_heads=kv_heads,
         numbers=numbers,
-        key_bytes=numbers * call.key.dtype.itemsize,
+        key_bytes=(
+            numbers
+            * call.key.dtype.itemsize
+            // CODES_PER_ELEMENT.get(call.key.dtype, 1)
+        ),
         causal=options.causal is True,
         max_visible_keys=visible,
         processors=count_processors(call.query.device),

@@ -17,6 +17,7 @@ from jaxtyping import AbstractArray
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.cache_formats import CODES_PER_ELEMENT
 
 OPTIONS = "options"
 """The argument that is an AttentionOptions."""
@@ -102,14 +103,18 @@ class Results:
         if not self.results:
             return None
         sizes = {axis: given[name] for axis, name in self.sizes.items()}
+        # without a dtype, what is read from a cache comes as it is stored
+        is_stored = "dtype" in given and given["dtype"] is None
         for name, axes in self.axes.items():
             shape = given[name].shape
             if len(axes) != len(shape):
                 raise ValueError(
                     f"{name} has shape {list(shape)}: expected [{', '.join(axes)}]"
                 )
+            codes = 1 if is_stored else CODES_PER_ELEMENT.get(given[name].dtype, 1)
             for axis, size in zip(axes, shape, strict=True):
-                sizes.setdefault(axis, size)
+                has_codes = axis.endswith("head_size")
+                sizes.setdefault(axis, size * codes if has_codes else size)
         made = []
         for axes, name, only in self.results:
             dtype = only or given.get("dtype") or given[name].dtype

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...contract.cache_formats import head_size_of
 from ..attention.cascade import cascade_attention
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
@@ -110,10 +111,10 @@ def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
     of_token = (1, spec.key_cache.shape[2])
     device, options = spec.key_cache.device, spec.options[0]
     key = torch.zeros(
-        *of_token, spec.key_cache.shape[3], dtype=spec.query_dtype, device=device
+        *of_token, head_size_of(spec.key_cache), dtype=spec.query_dtype, device=device
     )
     value = torch.zeros(
-        *of_token, spec.value_cache.shape[3], dtype=spec.query_dtype, device=device
+        *of_token, head_size_of(spec.value_cache), dtype=spec.query_dtype, device=device
     )
     slots = torch.full((1,), -1, dtype=torch.int64, device=device)
     caches = (spec.key_cache, spec.value_cache)

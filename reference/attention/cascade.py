@@ -16,6 +16,7 @@ import torch
 
 from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.cache_formats import head_size_of
 from ...contract.shapes import (
     BlockTable,
     KeyCache,
@@ -109,7 +110,7 @@ def cascade_attention(
         return attend(block_table, *batch, out=out, lse=lse, options=options)
     tokens, query_heads, _ = query.shape
     if out is None:
-        out = query.new_empty(tokens, query_heads, value_cache.shape[-1])
+        out = query.new_empty(tokens, query_heads, head_size_of(value_cache))
     # partial results in the dtype of the arithmetic, so that the result is rounded once
     partials = out.new_empty(2, *out.shape, dtype=compute_dtype)
     lse_dtype = torch.promote_types(compute_dtype, torch.float32)

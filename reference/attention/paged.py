@@ -14,6 +14,7 @@ dot products. `softmax.py` turns scores into weights.
 import torch
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.cache_formats import head_size_of
 from ...contract.shapes import (
     BlockTable,
     KeyCache,
@@ -59,7 +60,8 @@ def paged_attention(
         query: [tokens, query_heads, head_size], request after request. `query_heads` is a
             multiple of `kv_heads`; query head h reads kv head h * kv_heads // query_heads.
         key_cache: [num_blocks, block_size, kv_heads, head_size], the new tokens' keys included.
-        value_cache: [num_blocks, block_size, kv_heads, value_head_size].
+        value_cache: [num_blocks, block_size, kv_heads, value_head_size]. In a packed format, with
+            two codes per byte, both caches have half as many elements.
         block_table: [reqs, max_blocks]. Entries past the end of a sequence are never read.
         query_start_loc: [reqs + 1] where each request's queries start.
         seq_lens: [reqs] keys of each sequence, the new ones included.
@@ -108,7 +110,7 @@ def paged_attention(
     options = options.with_causal(True)
     query_heads, head_size = query.shape[1:]
     scale = head_size**-0.5 if scale is None else scale
-    out = start_output(query, value_cache.shape[3], out, lse)
+    out = start_output(query, head_size_of(value_cache), out, lse)
     for request in split_requests(query_start_loc, seq_lens, options):
         # step: gather the sequence's keys and values
         block = block_table[request.index, request.keys // key_cache.shape[1]].long()

@@ -3,8 +3,8 @@
 A step first writes the keys and values of its new tokens to their slots. Attention then reads
 whole sequences through the block table. Whole blocks are copied when two sequences that share a
 block diverge, and swapped to the host when device memory runs out. A quantized cache stores codes
-of eight bits, which readers multiply by a scale (formats/). The scales of an FP8 cache are given.
-In the formats with a scale per token and head each write measures it.
+of eight or four bits, which readers multiply by a scale (formats/). The scales of an FP8 cache are
+given. In the formats with a scale per token and head each write measures it.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...contract.argument_types import typed
+from ...contract.cache_formats import head_size_of
 from ...contract.shapes import (
     BlockMapping,
     BlockTable,
@@ -46,6 +47,7 @@ def reshape_and_cache(
     slot_mapping: SlotMapping,
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> None:
     """Write each new token's key and value to its slot.
 
@@ -58,14 +60,17 @@ def reshape_and_cache(
             not stored. Tokens past the end are padding and are not stored either.
         k_scale, v_scale: Optional. Scales of an FP8 cache: one number or [kv_heads] float32,
             above 0. Readers multiply by them. The stored number is divided by the scale, rounded
-            to nearest even and saturated. Scales of an int8 cache: [num_blocks, block_size,
-            kv_heads] float32 with any strides, modified in place: each slot gets those of its
-            token. If None, the cache is not quantized.
+            to nearest even and saturated. Scales of a format with one per token and head:
+            [num_blocks, block_size, kv_heads] float32 with any strides, modified in place: each
+            slot gets those of its token. If None, the cache is not quantized.
+        kv_cache_dtype: Optional. Name of the format, for formats that differ in what is written
+            alone, such as "int4_per_token_head_vllm". If None, the first format that the dtype and
+            the scales have.
 
     Raises:
         IndexError: a slot is outside the cache.
         ValueError: shapes or devices are inconsistent, two tokens have the same slot, a quantized
-            cache has no scales, or another cache has some.
+            cache has no scales, another cache has some, or the name is that of another format.
         TypeError: key or value has another dtype than the cache, or is FP8 already.
 
     Source:
@@ -108,7 +113,7 @@ def reshape_and_cache(
             (value[token], value_cache, v_scale),
         ):
             # step: encode the key and the value in the format of the cache
-            codes, measured = encode(new, cache, scale)
+            codes, measured = encode(new, cache, scale, kv_cache_dtype)
             # step: store the key and the value
             cache[block_id, offset] = codes
             if measured is not None and isinstance(scale, Tensor):
@@ -174,10 +179,13 @@ def gather_cache(
         >>> key.flatten()
         tensor([4.0000, 4.5000, 5.0000, 5.5000, 0.0000, 0.5000])
     """
-    block_size, kv_heads, head_size = key_cache.shape[1:]
-    value_head_size = value_cache.shape[-1]
-    key = key_cache.new_zeros(num_tokens, kv_heads, head_size, dtype=dtype)
-    value = value_cache.new_zeros(num_tokens, kv_heads, value_head_size, dtype=dtype)
+    block_size, kv_heads = key_cache.shape[1:3]
+    sizes = [
+        cache.shape[-1] if dtype is None else head_size_of(cache)
+        for cache in (key_cache, value_cache)
+    ]
+    key = key_cache.new_zeros(num_tokens, kv_heads, sizes[0], dtype=dtype)
+    value = value_cache.new_zeros(num_tokens, kv_heads, sizes[1], dtype=dtype)
     starts = seq_start_loc.tolist()
     for req, row in enumerate(block_table):
         positions = torch.arange(starts[req + 1] - starts[req], device=row.device)

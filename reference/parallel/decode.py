@@ -16,6 +16,7 @@ import torch
 
 from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
+from ...contract.cache_formats import head_size_of
 from ...contract.parallel import KeySplits, RankBatch
 from ...contract.shapes import (
     BlockTable,
@@ -259,7 +260,7 @@ class DecodeContextParallel:
         gathered = self.ranks.all_gather(query.contiguous())
         q = gathered.transpose(0, 1).flatten(1, 2)  # [tokens, ranks * heads, head_size]
         # step: attend to the splits that this rank stores
-        rows, value_size = batch.splits * batch.num_tokens, value_cache.shape[-1]
+        rows, value_size = batch.splits * batch.num_tokens, head_size_of(value_cache)
         dtype = torch.promote_types(query.dtype, torch.float32)
         outs = q.new_zeros(rows, world_size * heads, value_size, dtype=dtype)
         lses = outs.new_zeros(world_size * heads, rows)

@@ -38,16 +38,20 @@ class CacheFormat:
         name: vLLM's name, the value of `kv_cache_dtype`.
         file: Name of its files. Formats that share code share a file.
         dtype: Optional. Dtype of the stored elements. If None, that of the keys and values.
+        codes_per_element: Codes in a stored element: 2 if a byte holds two of four bits.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
 
     Example:
         int8_per_token_head: 8 heads of 128 codes for keys and for values, each with a float32
         scale: 8 * 2 * (128 + 4) = 2,112 bytes per slot. A page of 16 slots has 33,792 bytes. In
-        bfloat16 it has 65,536.
+        int4_per_token_head a byte holds two codes: 8 * 2 * (64 + 4) * 16 = 17,408 bytes. In
+        bfloat16 the page has 65,536.
 
         >>> FORMATS["int8_per_token_head"].page_bytes(16, 8, 128, 128, torch.bfloat16)
         33792
+        >>> FORMATS["int4_per_token_head"].page_bytes(16, 8, 128, 128, torch.bfloat16)
+        17408
         >>> FORMATS["auto"].page_bytes(16, 8, 128, 128, torch.bfloat16)
         65536
     """
@@ -55,6 +59,7 @@ class CacheFormat:
     name: str
     file: str
     dtype: torch.dtype | None = None
+    codes_per_element: int = 1
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
 
@@ -87,8 +92,22 @@ class CacheFormat:
             head_size=head_size,
             value_head_size=value_head_size,
         )
-        elements = (head_size + value_head_size) * (self.dtype or dtype).itemsize
-        return block_size * kv_heads * (elements + 8 * self.is_measured)
+        stored = self.elements(head_size) + self.elements(value_head_size)
+        size = stored * (self.dtype or dtype).itemsize + 8 * self.is_measured
+        return block_size * kv_heads * size
+
+    def elements(self, head_size: int) -> int:
+        """Return the stored elements of a key or value.
+
+        Raises:
+            ValueError: `head_size` codes do not fill the elements.
+        """
+        if head_size % self.codes_per_element:
+            raise ValueError(
+                f"head_size = {head_size} in the format {self.name}: expected a multiple of"
+                f" {self.codes_per_element}, the codes in a byte"
+            )
+        return head_size // self.codes_per_element
 
 
 FORMATS = {
@@ -120,6 +139,20 @@ FORMATS = {
             dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.TOKEN_HEAD,),
         ),
+        CacheFormat(
+            name="int4_per_token_head",
+            file="int4_per_token_head",
+            dtype=torch.uint8,
+            codes_per_element=2,
+            scales=(ScaleAxes.TOKEN_HEAD,),
+        ),
+        CacheFormat(
+            name="int4_per_token_head_vllm",
+            file="int4_per_token_head_vllm",
+            dtype=torch.uint8,
+            codes_per_element=2,
+            scales=(ScaleAxes.TOKEN_HEAD,),
+        ),
     )
 }
 """All formats by name."""
@@ -132,6 +165,13 @@ CODE_DTYPES = tuple(
 )
 """Dtypes of caches whose elements are codes."""
 
+CODES_PER_ELEMENT = {
+    form.dtype: form.codes_per_element
+    for form in FORMATS.values()
+    if form.dtype is not None
+}
+"""Codes in an element of a cache, by its dtype: formats with the same dtype have as many."""
+
 TENSOR_SCALE_DTYPES = tuple(
     form.dtype
     for form in FORMATS.values()
@@ -141,19 +181,61 @@ TENSOR_SCALE_DTYPES = tuple(
 and outputs take these."""
 
 
-def find_format(dtype: torch.dtype, scale: Tensor | float | None = None) -> CacheFormat:
+def find_format(
+    dtype: torch.dtype, scale: Tensor | float | None = None, name: str | None = None
+) -> CacheFormat:
     """Return the format of a cache.
 
     Args:
         dtype: Dtype of its elements.
         scale: Optional. Scale of its keys. It tells formats with the same dtype apart. If None,
             the first format with that dtype is returned.
+        name: Optional. Name of the format, for formats whose caches are read alike. If None, the
+            first one is returned.
+
+    Raises:
+        ValueError: No format has this name, or its caches have another dtype or other scales.
     """
+    if name is not None:
+        named, found = named_format(name), find_format(dtype, scale)
+        if (named.dtype or dtype, named.scales) != (dtype, found.scales):
+            raise ValueError(
+                f"kv_cache_dtype = {name!r}, but the cache is {dtype} with the scales of the format"
+                f" {found.name!r}: expected the name of its own format"
+            )
+        return named
     found = [form for form in FORMATS.values() if form.dtype == dtype]
     if len(found) > 1 and scale is not None:
         has_slots = isinstance(scale, Tensor) and scale.dim() == 3
         found = [form for form in found if form.is_measured == has_slots] or found
     return found[0] if found else PLAIN
+
+
+def named_format(name: str) -> CacheFormat:
+    """Return the format with a name of vLLM's, or one of ours.
+
+    Raises:
+        ValueError: No format has this name.
+    """
+    for form in FORMATS.values():
+        if name in (form.name, *form.aliases):
+            return form
+    raise ValueError(f"kv_cache_dtype = {name!r}: expected {', '.join(FORMATS)}")
+
+
+def head_size_of(cache: Tensor) -> int:
+    """Return the numbers in a key or value of a cache.
+
+    Args:
+        cache: [..., elements], keys or values as they are stored.
+
+    Example:
+        64 bytes of a packed cache hold 128 codes.
+
+        >>> head_size_of(torch.zeros(3, 16, 8, 64, dtype=torch.uint8))
+        128
+    """
+    return cache.shape[-1] * CODES_PER_ELEMENT.get(cache.dtype, 1)
 
 
 CACHE_DTYPE_NAMES = {
@@ -242,16 +324,12 @@ def split_page(
         key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
 
     Raises:
-        ValueError: a slot has another number of bytes, or a scale does not begin at a multiple of
-            4 bytes.
+        ValueError: a slot has another number of bytes, a scale does not begin at a multiple of
+            4 bytes, or the codes of a key or value do not fill its bytes.
     """
     assert form.dtype is not None and form.is_measured
-    sizes = [
-        head_size * form.dtype.itemsize,
-        4,
-        value_head_size * form.dtype.itemsize,
-        4,
-    ]
+    elements, value_elements = form.elements(head_size), form.elements(value_head_size)
+    sizes = [elements * form.dtype.itemsize, 4, value_elements * form.dtype.itemsize, 4]
     if page.shape[-1] != sum(sizes):
         raise ValueError(
             f"page has shape {list(page.shape)}: expected {sum(sizes)} bytes per slot and head"

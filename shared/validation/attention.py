@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.cache_formats import find_format
+from ..contract.cache_formats import find_format, head_size_of
 from .attention_options import (
     check_cache_scales,
     check_options,
@@ -144,7 +144,7 @@ def _check_query(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None
 ) -> None:
     """Reject queries and outputs that do not fit the keys [..., kv_heads, head_size]."""
-    kv_heads, head_size = key.shape[-2:]
+    kv_heads, head_size = key.shape[-2], head_size_of(key)
     dtypes = FLOATS if find_format(key.dtype).is_quantised else (key.dtype,)
     check_dtype("query", query, *dtypes)
     if query.dim() != 3 or query.shape[2] != head_size:
@@ -159,7 +159,7 @@ def _check_query(
             f"num_query_heads = {query_heads} is not a multiple of num_kv_heads ="
             f" {kv_heads}"
         )
-    expected = (tokens, query_heads, value.shape[-1])
+    expected = (tokens, query_heads, head_size_of(value))
     if out is not None and tuple(out.shape) != expected:
         raise ValueError(
             f"out has shape {list(out.shape)}: expected {list(expected)}, queries by the"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import AttentionOptions
-from ..contract.cache_formats import CODE_DTYPES, find_format
+from ..contract.cache_formats import CODE_DTYPES, find_format, head_size_of
 from .attention_options import check_cache_scales
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .primitives import (
@@ -41,6 +41,7 @@ def check_reshape_and_cache(
     slot_mapping: Tensor,
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
+    kv_cache_dtype: str | None,
     contents: bool,
 ) -> None:
     """Raise an error for a write that does not fit the cache, before anything is written."""
@@ -51,7 +52,7 @@ def check_reshape_and_cache(
         ("value", value, value_cache),
     ):
         _check_new_dtype(name, tensor, cache)
-        head_size = cache.shape[3]
+        head_size = head_size_of(cache)
         if tensor.dim() != 3 or tuple(tensor.shape[1:]) != (kv_heads, head_size):
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)}: expected [tokens, {kv_heads},"
@@ -68,7 +69,7 @@ def check_reshape_and_cache(
             f" [{tokens}], the tokens of key and value"
         )
     _check_scales(key_cache, k_scale, v_scale, contents)
-    if find_format(key_cache.dtype, k_scale).is_measured:
+    if find_format(key_cache.dtype, k_scale, kv_cache_dtype).is_measured:
         _check_written_scales(k_scale, v_scale)
     if not contents:
         return

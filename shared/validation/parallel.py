@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..contract.argument_kinds import INT32
 from ..contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
-from ..contract.cache_formats import TENSOR_SCALE_DTYPES
+from ..contract.cache_formats import TENSOR_SCALE_DTYPES, head_size_of
 from ..contract.parallel import KeySplits, PrefillShare, RankBatch, RingShare
 from .attention import check_paged_attention
 from .attention_options import reject_options
@@ -143,7 +143,7 @@ def check_rank_attention(
 ) -> None:
     """Reject shapes that are not those of the step, and options that need positions."""
     check_dtype("query", query, *FLOATS)
-    expected = (batch.num_tokens, num_query_heads, key_cache.shape[-1])
+    expected = (batch.num_tokens, num_query_heads, head_size_of(key_cache))
     if tuple(query.shape) != expected:
         raise ValueError(
             f"query has shape {list(query.shape)}: expected {list(expected)}, the tokens of the"
@@ -155,7 +155,7 @@ def check_rank_attention(
         "kv_heads",
         key_cache.shape[2],
     )
-    _check_results(query, value_cache.shape[-1], out, lse)
+    _check_results(query, head_size_of(value_cache), out, lse)
     reject_options(
         options,
         tuple(option for option in options.given if option not in TAKEN),

@@ -29,9 +29,6 @@ FILES = {
     "v033_nvfp4_kv_layout": "a cache format of four bits",
     "v033_ref_nvfp4_quant": "a cache format of four bits",
     "v033_kv_quant_mode": "names of cache formats",
-    "v033_int4_rht": "a cache format with a scale per token and head",
-    "v033_reshape_and_cache_int4_per_token_head": "a cache format with a scale per token and head",
-    "v033_unified_attention_int4_per_token_head": "a cache format with a scale per token and head",
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",
     "v033_mamba_prefill_checkpoint": "recurrent state",
@@ -134,6 +131,7 @@ def metadata_of_another_backend_are_updated(inputs: dict[str, Any]) -> bool:
 @not_tried(
     "v033_unified_attention_fp8_per_tensor",
     "v033_unified_attention_fp8_per_token_head",
+    "v033_unified_attention_int4_per_token_head",
     "v033_unified_attention_int8_per_token_head",
 )
 def slopes_are_of_the_square_root(inputs: dict[str, Any]) -> bool:

@@ -22,15 +22,17 @@ from pagetwin.conformance.cases.caches import CacheSizes
 from pagetwin.conformance.cases.option_pairs import drawn_choice
 from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.conformance.api.check import load_candidate, make_setting
+from pagetwin.conformance.checks import coded_caches
 from pagetwin.conformance.laws import cache_formats as laws
+from pagetwin.conformance.laws import coded_attention
 from pagetwin.conformance.laws.cache_write import CacheWrite
 from pagetwin.contract.cache_formats import FORMATS
 
 writes = laws.a_cache_of_codes_holds_the_codes_and_scales_of_each_token
-attends = laws.attention_over_codes_is_right_under_any_options
-laws.CODED = (FORMATS["int8_per_head"],)
+attends = coded_attention.attention_over_codes_is_right_under_any_options
+coded_caches.CODED = (FORMATS["int8_per_head"],)
 sizes = CacheSizes(3, 4, 2, 8, 12, torch.float32)
-fixed = {"operation": "paged_attention", "batch": "decode"} | laws.PLAIN
+fixed = {"operation": "paged_attention", "batch": "decode"} | coded_attention.PLAIN
 found = {}
 for name in ("reference", "optimized"):
     setting = make_setting(load_candidate(name), "cpu")

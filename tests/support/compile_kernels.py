@@ -28,7 +28,11 @@ from typing import Any
 import torch
 import triton
 from pagetwin.contract.attention_options import pack_options
-from pagetwin.contract.cache_formats import FORMATS, TENSOR_SCALE_DTYPES
+from pagetwin.contract.cache_formats import (
+    CODES_PER_ELEMENT,
+    FORMATS,
+    TENSOR_SCALE_DTYPES,
+)
 from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -64,6 +68,7 @@ ONLY_FOR_ONE_CHIP = (
     "not causal",
     "e5m2 cache",
     "float8_e5m2 cache",
+    "int4_per_token_head cache",
     "fp16 64",
     "bf16 256",
     "base 2",
@@ -73,9 +78,12 @@ ONLY_FOR_ONE_CHIP = (
 DECODES = {"decode": 12, "few decodes": 2}
 Launch = tuple[str, JITFunction, dict[str, Any], dict[str, int]]
 PER_TOKEN_HEAD = {
-    name: form.dtype for name, form in FORMATS.items() if form.is_measured
+    name: form.dtype
+    for name, form in FORMATS.items()
+    if form.is_measured and form.file != "int4_per_token_head_vllm"
 }
-"""Dtypes of codes with a scale per token and head, by format."""
+"""Dtypes of codes with a scale per token and head, by format. Caches of the one that is left out
+are read as another one's."""
 
 
 def pretend(chip: int, launches: list[Any]) -> None:
@@ -123,13 +131,15 @@ def run_attention(
     query_heads, kv_heads = heads
     blocks = -(-kv_len // 16)
     query = torch.zeros(reqs * query_len, query_heads, head_size, dtype=dtype)
-    cache = torch.zeros(2, blocks, 16, kv_heads, head_size, dtype=cache_dtype or dtype)
+    codes = CODES_PER_ELEMENT.get(cache_dtype, 1)
+    shape = (2, blocks, 16, kv_heads, head_size // codes)
+    cache = torch.zeros(shape, dtype=cache_dtype or dtype)
     twin = load_implementation("optimized")
     given = () if not prefix_len else (prefix_len,)
     (twin.cascade_attention if prefix_len else twin.paged_attention)(
         query,
         cache[0],
-        cache[1][..., : value_size or head_size],
+        cache[1][..., : (value_size or head_size) // codes],
         torch.zeros(reqs, blocks, dtype=torch.int32),
         torch.arange(reqs + 1, dtype=torch.int32) * query_len,
         torch.full((reqs,), kv_len, dtype=torch.int32),
@@ -378,7 +388,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     )
     scales = slot_scales(16)
     for name, dtype in PER_TOKEN_HEAD.items():
-        codes = cache.to(dtype)
+        codes = cache[..., : 128 // CODES_PER_ELEMENT.get(dtype, 1)].to(dtype)
         yield (
             f"write, {name} 8x128",
             lambda c=codes: twin.reshape_and_cache(

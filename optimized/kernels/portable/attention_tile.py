@@ -6,7 +6,12 @@ import triton
 import triton.language as tl
 
 from ..softmax import normalize, start_softmax, update_softmax
-from .formats.cache_format import scale_scores, scale_values, scale_weights
+from .formats.cache_format import (
+    has_two_parts,
+    scale_scores,
+    scale_values,
+    scale_weights,
+)
 from .load_kv import load_kv_tile, locate_kv
 from .load_q import find_rows, load_q
 from .options.score import load_score_terms, modify_scores
@@ -25,6 +30,7 @@ class QueryTile(NamedTuple):
     Args:
         rows: QueryRows.
         q: [BLOCK_M, BLOCK_D].
+        q_low: what is added to q, of the same shape; () if it has one part.
         qk_scale: scale of the dot products: a number, or [BLOCK_M, 1].
         visible: VisibleKeys.
         terms: ScoreTerms.
@@ -33,6 +39,7 @@ class QueryTile(NamedTuple):
 
     rows: Any
     q: Any
+    q_low: Any
     qk_scale: Any
     visible: Any
     terms: Any
@@ -67,10 +74,10 @@ def make_query_tile(
         As in `load_query_tile`, and kv: KVSource of the keys.
     """
     rows = find_rows(start, query_len, first_row, kv_head, config)
-    q, qk_scale = load_q(call, rows, kv_head, config)
+    q, q_low, qk_scale = load_q(call, rows, kv_head, config)
     visible = find_visible_keys(call, req, rows, seq_len, config)
     terms = load_score_terms(call, rows)
-    return QueryTile(rows, q, qk_scale, visible, terms, kv)
+    return QueryTile(rows, q, q_low, qk_scale, visible, terms, kv)
 
 
 @triton.jit
@@ -147,6 +154,8 @@ def loop_over_kv_tiles(
         k, v, scales = load_kv_tile(call, tile.kv, keys, tile.q.dtype, config, MASKED)
         # step: compute the scaled dot products of queries and keys
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
+        if has_two_parts(config.CACHE_FORMAT, tile.q.dtype):
+            qk += multiply_qk(tile.q_low, k, config.ROW_SUMS)
         qk = scale_scores(qk, scales, config)
         qk = modify_scores(
             qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,

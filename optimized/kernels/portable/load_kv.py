@@ -5,7 +5,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .formats.cache_format import decode_k, decode_v, load_tile_scales
+from .formats.cache_format import (
+    decode_k,
+    decode_v,
+    has_two_parts,
+    is_packed,
+    load_tile_scales,
+)
 
 
 class KVSource(NamedTuple):
@@ -84,16 +90,17 @@ def load_kv_tile(call, kv, keys, dtype, config: tl.constexpr, MASKED: tl.constex
         call: KernelCall.
         kv: KVSource.
         keys: KVTileKeys.
-        dtype: of the queries, in which both are returned.
+        dtype: of the queries as they are multiplied.
 
     Returns:
         k, v, and TileScales.
     """
     strides = call.strides
-    d = tl.arange(0, config.BLOCK_D)
-    dv = tl.arange(0, config.BLOCK_DV)
-    k_mask = (d < config.HEAD_DIM)[None, :]
-    v_mask = (dv < config.V_HEAD_DIM)[None, :]
+    codes: tl.constexpr = 2 if is_packed(config.CACHE_FORMAT) else 1
+    d = tl.arange(0, config.BLOCK_D // codes)
+    dv = tl.arange(0, config.BLOCK_DV // codes)
+    k_mask = (d < config.HEAD_DIM // codes)[None, :]
+    v_mask = (dv < config.V_HEAD_DIM // codes)[None, :]
     if MASKED:
         k_mask = keys.is_key[:, None] & k_mask
         v_mask = keys.is_key[:, None] & v_mask
@@ -109,4 +116,8 @@ def load_kv_tile(call, kv, keys, dtype, config: tl.constexpr, MASKED: tl.constex
         other=0,
     )
     scales = load_tile_scales(call, kv.kv_head, block_id, slot, keys, config, MASKED)
-    return decode_k(k, dtype, config), decode_v(v, dtype, config), scales
+    k = decode_k(k, scales, dtype, config)
+    if has_two_parts(config.CACHE_FORMAT, dtype):
+        # weights times the scales of values may exceed float16
+        dtype = call.tensors.q.dtype.element_ty
+    return k, decode_v(v, scales, dtype, config), scales

@@ -73,7 +73,8 @@ def number_rows(start, query_len, first_row, in_tile, kv_head, config: tl.conste
 def load_q(call, rows, kv_head, config: tl.constexpr):
     """Return the queries of a tile, [BLOCK_M, BLOCK_D], and the scale of their dot products.
 
-    The scale is a number; with FP8 keys that are decoded to float16 it is [BLOCK_M, 1].
+    They come in two parts if the keys are rotated; otherwise the second one is (). The scale is a
+    number; with FP8 keys that are decoded to float16, and with rotated ones, it is [BLOCK_M, 1].
     """
     strides = call.strides
     d = tl.arange(0, config.BLOCK_D)

@@ -96,6 +96,7 @@ def sign_write(
     caches: Sequence[Tensor],
     slot_mapping: Tensor,
     scales: Sequence[Scale],
+    name: str | None = None,
 ) -> Signature | None:
     """Return everything that the launch of a write follows from, except addresses and tokens.
 
@@ -104,6 +105,7 @@ def sign_write(
         caches: where it is written.
         slot_mapping: slots of the first tokens.
         scales: of each cache.
+        name: Optional. Name of the caches' format.
 
     Returns:
         a hashable tuple. None if the write is not repeated: in the interpreter, and if autograd
@@ -130,6 +132,7 @@ def sign_write(
             if isinstance(scale, Tensor) else scale
             for scale in scales
         ],
+        name,
     )  # fmt: skip
 
 

@@ -13,7 +13,10 @@ FILES = import_format_files(__name__, __path__)
 
 
 def encode(
-    numbers: Tensor, cache: Tensor, scale: Tensor | float | None
+    numbers: Tensor,
+    cache: Tensor,
+    scale: Tensor | float | None,
+    name: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return keys or values of one token as their cache holds them, and the scales of its slot.
 
@@ -21,12 +24,13 @@ def encode(
         numbers: [kv_heads, elements].
         cache: [num_blocks, block_size, kv_heads, elements].
         scale: Optional. Scale of the cache. If None, it is not quantized.
+        name: Optional. Name of the format, as in `find_format`.
 
     Returns:
         [kv_heads, elements] in the dtype of the cache; and [kv_heads], or None if scales are not
         measured.
     """
-    form = find_format(cache.dtype, scale)
+    form = find_format(cache.dtype, scale, name)
     encoded: tuple[Tensor, Tensor | None] = FILES[form.file].store(
         numbers, scale, cache.dtype
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import pack_options
+from ...contract.cache_formats import find_format, head_size_of
 from ...contract.operations import Implementation
 from ...validation.option import Drawing
 from ...validation.options import OPTIONS as OPTION_FILES
@@ -27,6 +28,7 @@ from ..oracles.brute_force import (
     judge_out,
     quantise_by_hand,
 )
+from ..oracles.cache_formats import decode_by_hand
 from .batches import NAN, BatchPlan, build
 from .forms import laid_out
 from .option_pairs import Choice
@@ -99,7 +101,7 @@ class Call:
         values = self.arguments.get("value_cache", self.arguments.get("value"))
         assert values is not None
         out = torch.full(
-            (tokens, heads, values.shape[-1]),
+            (tokens, heads, head_size_of(values)),
             NAN,
             dtype=self.out_dtype,
             device=self.query.device,
@@ -123,7 +125,7 @@ class Call:
         given: dict[str, Any] = {}
         if out_dtype is not None:
             given["out"] = torch.full(
-                (tokens, heads, values.shape[-1]),
+                (tokens, heads, head_size_of(values)),
                 NAN,
                 dtype=out_dtype,
                 device=self.query.device,
@@ -136,7 +138,10 @@ class Call:
         return out, given.get("lse")
 
     def requests(self) -> list[OracleRequest]:
-        """Return queries, keys and values of each request on the host, as stored."""
+        """Return queries, keys and values of each request on the host, as stored.
+
+        Those of a format with a scale per token are the numbers that they stand for.
+        """
         queries = torch.split(
             self.query.cpu()[: sum(self.query_lens)], list(self.query_lens)
         )
@@ -152,12 +157,14 @@ class Call:
             return [OracleRequest(q, *kv) for q, kv in zip(queries, found, strict=True)]
         pair = [self.arguments[name].cpu() for name in ("key_cache", "value_cache")]
         scales = [self.arguments.get(name) for name in ("k_scale", "v_scale")]
-        # scales per slot and head are gathered as the keys are
-        pair += [
-            scale.cpu()
-            for scale in scales
-            if isinstance(scale, Tensor) and scale.dim() == 3
-        ]
+        form = find_format(pair[0].dtype, scales[0])
+        if form.is_measured:
+            pair = [
+                decode_by_hand(form, codes, scale)
+                for codes, scale in zip(pair, scales, strict=True)
+            ]
+            # they are multiplied already
+            pair += [torch.ones(side.shape[:3]) for side in pair]
         block_size = pair[0].shape[1]
         requests = []
         for query, key_len, row in zip(queries, self.key_lens, self.rows, strict=True):
@@ -181,7 +188,10 @@ class Call:
             values = (
                 given["value_cache"][0] if "value_cache" in given else given["value"]
             )
-            empty = (tensor.cpu()[:0] for tensor in (self.query, keys, values))
+            empty = (
+                tensor.new_empty(0, tensor.shape[1], head_size_of(tensor), device="cpu")
+                for tensor in (self.query, keys, values)
+            )
             requests = [OracleRequest(*empty)]
         return attend_by_hand(requests, options, len(self.query), flip)
 

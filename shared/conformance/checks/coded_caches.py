@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...contract.cache_formats import FORMATS, CacheFormat, split_page
+from ...contract.cache_formats import (
+    FORMATS,
+    CacheFormat,
+    head_size_of,
+    split_page,
+)
 from ..cases.batches import LAYOUTS, NAN, empty_cache
 from ..cases.caches import CacheSizes
 from ..cases.options import Call
@@ -25,6 +30,16 @@ PAGES = ("pages by slot", "pages by head")
 APART = "apart"
 """Codes and scales in tensors of their own."""
 SLOT_SCALES = ("packed", "heads first", "every other")
+
+
+def format_of(seed: int, *head_sizes: int) -> CacheFormat:
+    """Return the format of a case, one that has these head sizes."""
+    fitting = [
+        form
+        for form in CODED
+        if not any(size % form.codes_per_element for size in head_sizes)
+    ]
+    return fitting[seed % len(fitting)]
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,7 @@ class CodedCache:
         if self.page is None:
             key, value, k_scale, v_scale = map(copy_of, self.parts)
             return CodedCache(key, value, k_scale, v_scale)
-        sizes = self.key.shape[3], self.value.shape[3]
+        sizes = head_size_of(self.key), head_size_of(self.value)
         return in_page(self.page.cpu().clone(), *sizes, form, self.is_by_head)
 
     def expect_same(self, right: "CodedCache") -> None:
@@ -87,28 +102,31 @@ def make_coded(
     """Return a cache full of -86 as code, and of NaN as measured scale.
 
     Args:
-        sizes: Its dtype is not used. Layouts are those of keys and values, unless pages are drawn.
+        sizes: Those of `fit_sizes`, whose dtype is not used. Layouts are those of keys and values,
+            unless pages are drawn.
         seed: Draws the strides of scales, and scales that are given.
         order: Optional. One of PAGES, or APART. If None, it is drawn.
     """
     pick = Random(f"coded {seed}")
     slots = sizes.num_blocks, sizes.block_size, sizes.kv_heads
     both = sizes.head_size, sizes.value_head_size
+    stored = [form.elements(size) for size in both]
     assert form.dtype is not None
-    if form.is_measured and not any(size % 4 for size in both):
+    if form.is_measured and not any(elements % 4 for elements in stored):
         order = order or pick.choice((*PAGES, APART))
         if order != APART:
             by_head = order == PAGES[1]
             shape = (slots[0], slots[2], slots[1]) if by_head else slots
-            page = torch.full((*shape, sum(both) + 8), 170, dtype=torch.uint8)
+            page = torch.full((*shape, sum(stored) + 8), 170, dtype=torch.uint8)
             cache = in_page(page.to(device), *both, form, by_head)
             for scale in cache.parts[2:]:
                 scale.fill_(NAN)
             return cache
+    unused = 170 if form.dtype == torch.uint8 else -86
     key, value = (
-        empty_cache(layout, *slots, size, form.dtype, device, content=-86)[half]
+        empty_cache(layout, *slots, size, form.dtype, device, content=unused)[half]
         for half, (layout, size) in enumerate(
-            zip((sizes.layout, sizes.value_layout), both, strict=True)
+            zip((sizes.layout, sizes.value_layout), stored, strict=True)
         )
     )
     if form.is_measured:
@@ -117,6 +135,15 @@ def make_coded(
         numbers = [pick.choices([0.011, 0.25, 0.3, 1.7], k=slots[2]) for _ in range(2)]
         made = [torch.tensor(number).to(device) for number in numbers]
     return CodedCache(key, value, made[0], made[1])
+
+
+def fit_sizes(form: CacheFormat, sizes: CacheSizes) -> CacheSizes:
+    """Return sizes of which the codes of a key or value fill their bytes."""
+    step = form.codes_per_element
+    heads = [
+        -(-size // step) * step for size in (sizes.head_size, sizes.value_head_size)
+    ]
+    return replace(sizes, head_size=heads[0], value_head_size=heads[1])
 
 
 def slot_scales(

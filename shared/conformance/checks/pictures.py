@@ -202,11 +202,12 @@ def _scores(call: Call, req: int, own: int, head: int) -> tuple[Tensor, Tensor, 
     kv_heads = request.key.shape[1]
     kv_head = head * kv_heads // heads
     scales = [
-        column(given.get(name, 1.0), kv_heads)[kv_head]
+        # with a scale per token the request has numbers
+        column(1.0 if request.k_scale is not None else given.get(name, 1.0), kv_heads)
         for name in ("k_scale", "v_scale")
     ]
-    key = request.key[:, kv_head].double() * scales[0]
-    value = request.value[:, kv_head].double() * scales[1]
+    key = request.key[:, kv_head].double() * scales[0][kv_head]
+    value = request.value[:, kv_head].double() * scales[1][kv_head]
     score = (key * request.query[own, head].double()).sum(1)
     score = score * given.get("scale", head_size**-0.5)
     if "logits_soft_cap" in given:

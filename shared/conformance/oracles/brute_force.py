@@ -30,14 +30,14 @@ Flip = Callable[[int, int, int], bool]
 
 @dataclass(frozen=True)
 class OracleRequest:
-    """Queries, keys and values of one request, on the host and as stored.
+    """Queries, keys and values of one request, on the host and as stored or as numbers.
 
     Args:
         query: [queries, query_heads, head_size].
         key: [keys, kv_heads, head_size].
         value: [keys, kv_heads, value_head_size].
-        k_scale, v_scale: Optional. [keys, kv_heads] scales of a cache that has one per token. If
-            None, those of the options are meant.
+        k_scale, v_scale: Optional. [keys, kv_heads] factors of keys and values. If None, those of
+            the options are meant.
     """
 
     query: Tensor

@@ -5,6 +5,13 @@ from typing import Any
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS, CacheFormat, split_page
+from pagetwin.reference.cache.formats.int4_per_token_head import (
+    block_of,
+    drawn_signs,
+    hadamard,
+    rotate,
+    signs,
+)
 from torch import Tensor
 
 from golden.adapters.attention import per_head
@@ -25,12 +32,12 @@ def caches_before(
             torch.full((*shape, width), byte, dtype=torch.uint8, device=device).view(
                 form.dtype
             )
-            for width in (size, value_size)
+            for width in (form.elements(size), form.elements(value_size))
         ]
         return None, [*codes, *(torch.full(shape, scale, device=device) for _ in "kv")]
     is_by_head = inputs["layout"] == "inline_HN"
     order = (heads, block_size) if is_by_head else (block_size, heads)
-    shape = (blocks, *order, size + value_size + 8)
+    shape = (blocks, *order, form.elements(size) + form.elements(value_size) + 8)
     page = torch.full(shape, byte, dtype=torch.uint8, device=device)
     slots = page.transpose(1, 2) if is_by_head else page
     parts = split_page(slots, size, value_size, form)
@@ -49,6 +56,16 @@ def write_fp8(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return write(twin, inputs, FORMATS["fp8_per_token_head"])
 
 
+@adapter("v033_reshape_and_cache_int4_per_token_head", on_device=True)
+def write_int4(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    found = write(twin, inputs, FORMATS["int4_per_token_head_vllm"])
+    for name in ("k", "v"):
+        if f"{name}_scale_cache" in found:
+            scale = found[f"{name}_scale_cache"]
+            found[f"{name}_scale_bits"] = scale.view(torch.int32)
+    return found
+
+
 def write(twin: Any, inputs: dict[str, Any], form: CacheFormat) -> dict[str, Any]:
     """Return the caches of a case after its write."""
     page, caches = caches_before(inputs, form)
@@ -60,7 +77,7 @@ def write(twin: Any, inputs: dict[str, Any], form: CacheFormat) -> dict[str, Any
             new = strided.copy_(new)
         tokens.append(new)
     twin.reshape_and_cache(
-        *tokens, *caches[:2], inputs["slot_mapping"], caches[2], caches[3]
+        *tokens, *caches[:2], inputs["slot_mapping"], *caches[2:], form.name
     )
     if page is not None:
         by_head = inputs["layout"] == "inline_HN"
@@ -77,6 +94,7 @@ def recorded_codes(codes: Tensor) -> Tensor:
 
 
 @adapter("v033_unified_attention_fp8_per_token_head", on_device=True)
+@adapter("v033_unified_attention_int4_per_token_head", on_device=True)
 @adapter("v033_unified_attention_int8_per_token_head", on_device=True)
 def attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     starts, seq_lens = inputs["cu_seqlens_q"], inputs["seq_lens"]
@@ -102,4 +120,20 @@ def attention(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
                 v_scale=inputs["v_scale_cache"],
             ),
         )
+    }
+
+
+@adapter("v033_int4_rht")
+def rotation(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the signs or the transforms of the rotation, which both twins share by the law."""
+    if "d" in inputs:
+        drawn = drawn_signs()
+        size = inputs["d"]
+        return {"signs": drawn[:size].int().tolist(), "prefix_of_512": True}
+    rows = inputs["x"]
+    size = rows.shape[-1]
+    return {
+        "forward": rotate(rows),
+        "inverse_of_x": hadamard(rows) * signs(size, rows.device),
+        "norm_squared": block_of(size),
     }

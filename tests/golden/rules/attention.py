@@ -147,6 +147,7 @@ def a_token_is_not_contiguous(inputs: dict[str, Any]) -> bool:
 
 @deviation(
     "v033_reshape_and_cache_fp8_per_token_head",
+    "v033_reshape_and_cache_int4_per_token_head",
     "v033_reshape_and_cache_int8_per_token_head",
     fields=["raises"],
     right="a TypeError: 64 bits",
@@ -158,6 +159,7 @@ def slots_of_measured_codes_have_32_bits(inputs: dict[str, Any]) -> bool:
 
 @deviation(
     "v033_reshape_and_cache_fp8_per_token_head",
+    "v033_reshape_and_cache_int4_per_token_head",
     "v033_reshape_and_cache_int8_per_token_head",
     fields=["raises"],
     right="a ValueError",

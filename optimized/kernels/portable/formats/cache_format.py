@@ -9,9 +9,19 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .....contract.cache_formats import FORMATS
 from ...fp8 import decode_fp8, quantise
 from .fp8 import decode_fp8_k, decode_fp8_v, scale_fp8_queries, scale_fp8_values
 from .fp8_per_token_head import encode_fp8_rows
+from .int4_per_token_head import (
+    count_channels,
+    decode_int4,
+    encode_int4,
+    rotate_back,
+    rotate_queries,
+    rotate_values,
+    split_scales,
+)
 from .int8_per_token_head import decode_int8, encode_int8
 from .plain import upcast
 from .token_scales import load_slot_scales, scale_slot_values, scale_slot_weights
@@ -22,10 +32,25 @@ class TileScales(NamedTuple):
 
     Args:
         k, v: [BLOCK_N] float32; () in other formats.
+        k_zero, v_zero: [BLOCK_N] float32 zero points; () in formats without them.
     """
 
     k: Any
     v: Any
+    k_zero: Any
+    v_zero: Any
+
+
+@triton.constexpr_function
+def is_measured(name: str) -> bool:
+    """Return whether a format has a scale per token and head."""
+    return FORMATS[name].is_measured
+
+
+@triton.constexpr_function
+def is_packed(name: str) -> bool:
+    """Return whether a byte of a format holds two codes."""
+    return FORMATS[name].codes_per_element == 2
 
 
 @triton.jit
@@ -42,14 +67,21 @@ def encode_given(
 
 
 @triton.jit
-def encode_measured(numbers, CACHE_FORMAT: tl.constexpr):
+def encode_measured(
+    numbers, dtype, SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr
+):
     """Return the codes of rows of float32 numbers, and the scale of each row.
 
     Args:
-        numbers: [ROWS, ELEMENTS]. Elements past the end of a row are 0.
+        numbers: [ROWS, BLOCK]. Elements past the end of a row are 0.
+        dtype: of the numbers before they were float32.
+        SIZE: elements of a row.
     """
     if CACHE_FORMAT == "int8_per_token_head":
         codes, scale = encode_int8(numbers)
+    elif is_packed(CACHE_FORMAT):
+        has_zero: tl.constexpr = CACHE_FORMAT == "int4_per_token_head"
+        codes, scale = encode_int4(numbers, dtype, SIZE, BLOCK, has_zero)
     else:
         tl.static_assert(CACHE_FORMAT == "fp8_per_token_head")
         codes, scale = encode_fp8_rows(numbers)
@@ -68,23 +100,66 @@ def decode_codes(codes, CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 
 @triton.jit
+def decode_measured(
+    codes, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+):  # fmt: skip
+    """Return what rows of codes mean, times their scales: [ROWS, BLOCK] float32.
+
+    Args:
+        codes: [ROWS, BLOCK] bytes; half as many if a byte holds two codes.
+        scale: [ROWS].
+        SIZE: elements of a row.
+    """
+    if is_packed(CACHE_FORMAT):
+        scale, zero_point = split_scales(scale)
+        rows = decode_int4(codes, zero_point, tl.float32)
+        # the rotation adds integers, which is exact
+        rows = rotate_back(rows, SIZE, BLOCK)
+        numbers = rows * (scale * (1.0 / count_channels(SIZE)))[:, None]
+    else:
+        numbers = decode_codes(codes, CACHE_FORMAT, NATIVE_FP8) * scale[:, None]
+    return numbers
+
+
+@triton.jit
 def scale_queries(q, qk_scale, call, kv_head, config: tl.constexpr):
     """Return queries, and the scale of their dot products, with the keys' scale of this head.
 
     Args:
         q: [BLOCK_M, BLOCK_D].
         qk_scale: A number; what is returned may be [BLOCK_M, 1].
+
+    Returns:
+        The queries, a second part that is added to them, and the scale. The second part is () in
+        formats whose queries are not rotated.
     """
+    low = ()
     if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
         q, qk_scale = scale_fp8_queries(q, qk_scale, call, kv_head, config)
-    return q, qk_scale
+    elif is_packed(config.CACHE_FORMAT):
+        q, low, qk_scale = rotate_queries(q, qk_scale, config.HEAD_DIM)
+    return q, low, qk_scale
+
+
+@triton.constexpr_function
+def has_two_parts(name: str, dtype: Any) -> bool:
+    """Return whether queries in a dtype are two parts, which are multiplied with keys one by one.
+
+    Args:
+        name: of the format.
+        dtype: of the parts.
+    """
+    return FORMATS[name].codes_per_element == 2 and dtype != tl.float32
 
 
 @triton.jit
-def decode_k(k, dtype, config: tl.constexpr):
+def decode_k(k, scales, dtype, config: tl.constexpr):
     """Return keys as numbers in the dtype of the queries: [BLOCK_N, BLOCK_D]."""
     if config.CACHE_FORMAT == "auto":
         k = upcast(k, config)
+    elif is_packed(config.CACHE_FORMAT):
+        k = decode_int4(k, scales.k_zero, dtype)
     elif config.CACHE_FORMAT == "int8_per_token_head":
         k = decode_int8(k, dtype)
     else:
@@ -93,10 +168,17 @@ def decode_k(k, dtype, config: tl.constexpr):
 
 
 @triton.jit
-def decode_v(v, dtype, config: tl.constexpr):
-    """Return values as numbers in the dtype of the queries: [BLOCK_N, BLOCK_DV]."""
+def decode_v(v, scales, dtype, config: tl.constexpr):
+    """Return values as numbers: [BLOCK_N, BLOCK_DV].
+
+    Args:
+        dtype: of the result; that of the queries as they are multiplied, or in a packed format as
+            they are given.
+    """
     if config.CACHE_FORMAT == "auto":
         v = upcast(v, config)
+    elif is_packed(config.CACHE_FORMAT):
+        v = decode_int4(v, scales.v_zero, dtype)
     elif config.CACHE_FORMAT == "int8_per_token_head":
         v = decode_int8(v, dtype)
     else:
@@ -114,12 +196,8 @@ def load_tile_scales(
         block_id, slot: [BLOCK_N] where its keys are stored.
         keys: KVTileKeys.
     """
-    k_scale = ()
-    v_scale = ()
-    if (
-        config.CACHE_FORMAT == "int8_per_token_head"
-        or config.CACHE_FORMAT == "fp8_per_token_head"
-    ):
+    k_scale, v_scale, k_zero, v_zero = (), (), (), ()
+    if is_measured(config.CACHE_FORMAT):
         k_scale = load_slot_scales(
             call.option_tensors.k_scale, call.scale_strides.k, kv_head, block_id, slot,
             keys.is_key, MASKED,
@@ -128,16 +206,16 @@ def load_tile_scales(
             call.option_tensors.v_scale, call.scale_strides.v, kv_head, block_id, slot,
             keys.is_key, MASKED,
         )  # fmt: skip
-    return TileScales(k_scale, v_scale)
+        if is_packed(config.CACHE_FORMAT):
+            k_scale, k_zero = split_scales(k_scale)
+            v_scale, v_zero = split_scales(v_scale)
+    return TileScales(k_scale, v_scale, k_zero, v_zero)
 
 
 @triton.jit
 def scale_scores(qk, scales, config: tl.constexpr):
     """Return dot products with the scale of each key: [BLOCK_M, BLOCK_N]."""
-    if (
-        config.CACHE_FORMAT == "int8_per_token_head"
-        or config.CACHE_FORMAT == "fp8_per_token_head"
-    ):
+    if is_measured(config.CACHE_FORMAT):
         qk = qk * scales.k[None, :]
     return qk
 
@@ -145,10 +223,7 @@ def scale_scores(qk, scales, config: tl.constexpr):
 @triton.jit
 def scale_weights(p, scales, config: tl.constexpr):
     """Return weights with the scale of each value: [BLOCK_M, BLOCK_N]."""
-    if (
-        config.CACHE_FORMAT == "int8_per_token_head"
-        or config.CACHE_FORMAT == "fp8_per_token_head"
-    ):
+    if is_measured(config.CACHE_FORMAT):
         p = scale_slot_weights(p, scales.v)
     return p
 
@@ -158,9 +233,8 @@ def scale_values(result, call, kv_head, config: tl.constexpr):
     """Return finished rows with the values' scale of this head: [BLOCK_M, BLOCK_DV]."""
     if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
         result = scale_fp8_values(result, call, kv_head)
-    elif (
-        config.CACHE_FORMAT == "int8_per_token_head"
-        or config.CACHE_FORMAT == "fp8_per_token_head"
-    ):
+    elif is_measured(config.CACHE_FORMAT):
         result = scale_slot_values(result)
+        if is_packed(config.CACHE_FORMAT):
+            result = rotate_values(result, config.V_HEAD_DIM)
     return result

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
-from .....contract.cache_formats import FORMATS, TENSOR_SCALE_DTYPES, find_format
+from .....contract.cache_formats import (
+    FORMATS,
+    TENSOR_SCALE_DTYPES,
+    find_format,
+    head_size_of,
+)
 from ....runtime.attention_call import AttentionCall
 from ....runtime.chip import count_processors
 from ....runtime.launcher import INTERPRETED, Launcher, must_widen, next_power_of_2
@@ -42,7 +47,7 @@ def make_launches(call: AttentionCall) -> Launches:
     if must_widen(out.dtype):
         # the float32 output need not have the strides of the given one
         out = torch.zeros_like(out, dtype=torch.float32)
-    kv_heads, value_size = value.shape[-2:]
+    kv_heads, value_size = value.shape[-2], head_size_of(value)
     group_size = query.shape[1] // kv_heads
     masks, mask_constants = lower_masks(options, call.query_start_loc)
     scores, score_constants = lower_scores(options)
@@ -150,7 +155,7 @@ def _make_config(
     scores: ScoreConstants,
 ) -> Config:
     """Return the constants of all launches; those of tiles are replaced for each kernel."""
-    head_size, value_size = query.shape[-1], value.shape[-1]
+    head_size, value_size = query.shape[-1], head_size_of(value)
     form = find_format(key.dtype, options.k_scale)
     has_fp8_codes = form.dtype in TENSOR_SCALE_DTYPES
     return Config(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ....contract.budgets import judge_rows
+from ....contract.cache_formats import head_size_of
 from ...base.support import bounds_of
 from ...cases.batches import NAN
 from ...cases.options import Call
@@ -102,7 +103,7 @@ def value_size_of(call: Call) -> int:
     """Return the head size of the values of a call."""
     values = call.arguments.get("value_cache", call.arguments.get("value"))
     assert values is not None
-    return int(values.shape[-1])
+    return head_size_of(values)
 
 
 def expect_right(

@@ -1,0 +1,188 @@
+"""Laws of attention over cache formats with a scale per token and head.
+
+It is compared with the exact result over the numbers that the codes mean, and over the numbers
+before they were codes.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...contract.cache_formats import CacheFormat
+from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.setting import Setting
+from ..cases.batches import BatchPlan
+from ..cases.choice_calls import build_call
+from ..cases.options import Call, paged_call
+from ..checks.coded_caches import CODED, coded_call, format_of
+from ..checks.expect import Disagreement
+from ..oracles.brute_force import Answer
+from ..oracles.cache_formats import most_off
+from .attention import Drawn, drawn_calls
+from .attention_rejections import Change, base_call, expect_rejected
+from .law import law
+
+PLAIN = {"cache": "as the query", "scales": "none"}
+
+
+@law("paged_attention", cases=drawn_calls(fixed=PLAIN))
+def attention_over_codes_is_right_under_any_options(
+    setting: Setting, case: Drawn
+) -> None:
+    """Slots of no sequence have scales of NaN. About half of the requests hold a needle."""
+    call = build_call(*case, setting.device)
+    sizes = [call.arguments[name].shape[3] for name in ("key_cache", "value_cache")]
+    call = coded_call(call, format_of(case[1], *sizes), case[1])
+    expect_right(setting, call, run_call(setting, call))
+
+
+STEPS = [BatchPlan((1, 3, 17), (60, 33, 17), seed=seed) for seed in range(2)]
+STEPS += [BatchPlan((2,), (90,), head_size=128, kv_heads=1, scale=0.01, seed=2)]
+STEPS += [BatchPlan((3, 1), (40, 65), head_size=24, dtype=torch.bfloat16, seed=3)]
+
+
+@law("paged_attention", cases=STEPS)
+def attention_over_codes_is_as_near_as_their_steps(
+    setting: Setting, plan: BatchPlan
+) -> None:
+    """It is compared with exact attention over the numbers before they were codes.
+
+    A key that is off by e changes the score of a query q by at most |q| |e|. If all scores are off
+    by at most d, each weight is off by a factor of at most exp(2 d).
+    """
+    call = paged_call(setting.fit(plan), setting.device)
+    exact = call.answer()
+    for form in CODED:
+        head_size = call.query.shape[-1]
+        if not form.is_measured or head_size % form.codes_per_element:
+            continue
+        out, _ = run_call(setting, coded_call(call, form, plan.seed))
+        allowed = allowed_by_steps(call, form, exact)
+        off = (out.cpu().double() - exact.out).abs()
+        share = (off / allowed).nan_to_num(torch.inf, posinf=torch.inf)
+        if share.max() > 1:
+            at = [int(index) for index in np.unravel_index(share.argmax(), share.shape)]
+            raise Disagreement(
+                "output",
+                f"at {at}, {form.name}, {float(share.max()):.3g} times what its steps allow",
+                float(out[tuple(at)]),
+                float(exact.out[tuple(at)]),
+            )
+
+
+def allowed_by_steps(call: Call, form: CacheFormat, exact: Answer) -> Tensor:
+    """Return how far attention over codes may be from attention over the numbers, as `out`."""
+    allowed = torch.zeros_like(exact.out)
+    token, eps = 0, torch.finfo(call.dtype).eps
+    scale = call.arguments.get("scale") or call.query.shape[-1] ** -0.5
+    for request in call.requests():
+        queries = request.query.double()
+        heads, kv_heads = queries.shape[1], request.key.shape[1]
+        reads = [head * kv_heads // heads for head in range(heads)]
+        each_key, length = most_off(form, request.key)
+        each_value, _ = most_off(form, request.value)
+        by_element = queries.abs() * each_key.amax(0)[reads]
+        by_length = queries.norm(dim=-1) * length.amax(0)[reads]
+        score = torch.minimum(by_element.sum(-1), by_length) * scale
+        rows = slice(token, token + len(queries))
+        moved = torch.expm1(2 * score)[..., None] * exact.sizes[rows]
+        values = request.value.double().abs().amax(0) + each_value.amax(0)
+        # weights and the result are rounded to the dtype
+        rounded = 2 * eps * values[reads] + 1e-30
+        allowed[rows] = moved + each_value.amax(0)[reads] + rounded
+        token += len(queries)
+    return allowed
+
+
+NEEDLES = [
+    (BatchPlan((1, 1, 1), (33, 16, 1), seed=3), [(0, 32), (1, 0), (2, 0)]),
+    (BatchPlan((1,), (300,), kv_heads=1, dtype=torch.float16), [(0, 299)]),
+    (BatchPlan((1, 1), (257, 129), group=3, block_size=24), [(0, 0), (1, 64)]),
+    (BatchPlan((5, 4), (70, 21), head_size=24, seed=1), [(0, 65), (1, 16)]),
+    (BatchPlan((6, 1), (290, 65), kv_heads=1, group=8), [(0, 284), (1, 63)]),
+    (BatchPlan((33, 40), (33, 101), layout="hnd", padding=2), [(0, 0), (1, 61)]),
+    (BatchPlan((21, 1), (43, 43), dtype=torch.bfloat16), [(0, 22), (1, 42)]),
+]
+"""Decodes, short appends and prompts, with a key per request that outweighs all others."""
+
+
+@law("paged_attention", cases=NEEDLES)
+def attention_over_codes_finds_each_needle(
+    setting: Setting, case: tuple[BatchPlan, list[tuple[int, int]]]
+) -> None:
+    """The needle is on the edge of a block, of a tile, or of what a query attends to."""
+    plan, needles = case
+    kept_needles = [(req, key) for req, key in needles if key < plan.kv_lens[req]]
+    for form in CODED:
+        call = coded_call(
+            paged_call(plan, setting.device, kept_needles), form, plan.seed
+        )
+        expect_right(setting, call, run_call(setting, call))
+
+
+@law("paged_attention", cases=[1e-4, 1e-2, 1.0, 300.0])
+def values_of_any_size_keep_their_relative_accuracy(
+    setting: Setting, size: float
+) -> None:
+    """In float16 the product of a weight and the scale of small values must not be subnormal."""
+    plan = setting.fit(BatchPlan((1, 3), (40, 19), dtype=torch.float16, seed=5))
+    call = paged_call(plan, setting.device)
+    values = (call.arguments["value_cache"].float() * size).to(plan.dtype)
+    call = replace(call, arguments=call.arguments | {"value_cache": values})
+    for form in CODED:
+        if form.is_measured:
+            coded = coded_call(call, form, plan.seed)
+            expect_right(setting, coded, run_call(setting, coded))
+
+
+@law("cascade_attention", cases=[0, 1, 2])
+def a_shared_prefix_of_codes_is_read_once(setting: Setting, seed: int) -> None:
+    """The result is that of attention over the whole sequences."""
+    plan = BatchPlan((1, 2, 1), (40, 37, 33), table="scattered", seed=seed)
+    call = paged_call(setting.fit(plan), setting.device)
+    size = call.arguments["key_cache"].shape[1]
+    prefix = 32 // size * size
+    rows, table = [list(row) for row in call.rows], call.arguments["block_table"]
+    for req, row in enumerate(rows):
+        row[: prefix // size] = rows[0][: prefix // size]
+        table[req, : prefix // size] = table[0, : prefix // size]
+    for form in CODED:
+        coded = coded_call(replace(call, rows=rows), form, seed)
+        shared = replace(
+            coded,
+            operation="cascade_attention",
+            arguments=coded.arguments | {"common_prefix_len": prefix},
+        )
+        expect_right(setting, coded, run_call(setting, shared))
+
+
+def scales_like(call: Call, **changes: Any) -> Tensor:
+    """Return the scales of the keys with another shape, dtype or device."""
+    shape = changes.get("shape", call.arguments["k_scale"].shape)
+    return torch.ones(shape, dtype=changes.get("dtype", torch.float32))
+
+
+WRONG_SCALES: dict[str, Change] = {
+    "codes without scales": lambda call: {"k_scale": None, "v_scale": None},
+    "a number": lambda call: {"k_scale": 0.5},
+    "scales of fewer blocks": lambda call: {
+        "k_scale": scales_like(call, shape=(1, *call.arguments["k_scale"].shape[1:]))
+    },
+    "scales of other slots": lambda call: {
+        "v_scale": call.arguments["v_scale"].transpose(1, 2).contiguous()
+    },
+    "scales in half precision": lambda call: {
+        "v_scale": scales_like(call, dtype=torch.float16)
+    },
+}
+
+
+@law("paged_attention", cases=list(WRONG_SCALES), claim="rejects shapes")
+def wrong_scales_of_codes_are_rejected(setting: Setting, what: str) -> None:
+    for form in CODED:
+        if form.is_measured:
+            call = coded_call(base_call(setting), form, 0)
+            expect_rejected(setting, what, call, WRONG_SCALES[what])
