@@ -23,6 +23,7 @@ import error_examples
 import family_table
 import figures
 import fit_table
+import format_table
 import gpu_runs
 import ladder_table
 import latent_table
@@ -336,6 +337,7 @@ MACROS: dict[str, Callable[..., str]] = {
         bench_table.bench_extended,
         bench_table.bench_extended_workloads,
         bench_table.bench_published,
+        format_table.cache_format_table,
         law_table.law_table,
         mutant_table.mutant_table,
         ladder_table.ladder_run,

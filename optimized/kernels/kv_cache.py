@@ -85,8 +85,8 @@ class MeasuredHalf(NamedTuple):
     stride_element: Any
 
 
-def measured_half(tensor: Tensor, scale: Tensor) -> MeasuredHalf:
-    """Return a kernel's argument of keys or values, in whose scales a write stores."""
+def measured_half(tensor: Tensor, scale: Any) -> MeasuredHalf:
+    """Return keys or values of a cache with a scale per slot and head, as a kernel's argument."""
     return MeasuredHalf(tensor, scale, *scale.stride(), *tensor.stride())
 
 

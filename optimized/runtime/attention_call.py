@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...contract.argument_kinds import INT32
 from ...contract.attention_options import OPTIONS_PER_BATCH, AttentionOptions
-from ...contract.cache_formats import head_size_of
+from ...contract.cache_formats import CODES_PER_ELEMENT
 from ...validation.score_numbers import is_score_scale
 from .launcher import INTERPRETED
 
@@ -128,6 +128,7 @@ def sizes_fit(call: AttentionCall) -> bool:
     ) = call  # fmt: skip
     tokens, query_heads, _ = query.shape
     reqs = query_start_loc.shape[0] - 1
+    value_size = value.shape[-1] * CODES_PER_ELEMENT.get(value.dtype, 1)
     if block_table is None:
         fits = (
             lengths.shape[0] == reqs + 1 > 0
@@ -142,7 +143,7 @@ def sizes_fit(call: AttentionCall) -> bool:
         fits
         and 0 <= call.max_query_len <= INT32
         and is_score_scale(scale)
-        and (out is None or out.shape == (tokens, query_heads, head_size_of(value)))
+        and (out is None or out.shape == (tokens, query_heads, value_size))
         and (lse is None or lse.shape == (query_heads, tokens))
     )
 

@@ -56,8 +56,8 @@ class AttentionOptions:
         sinks: [query_heads] float32. One score per head that takes part in the softmax and has no
             value; -inf takes no weight. If None, no sink is added.
         k_scale: What the keys of a quantised cache are multiplied by. FP8: one number, or
-            [kv_heads] float32. int8, and FP8 with a scale per token and head: [num_blocks,
-            block_size, kv_heads] float32. If None, the cache is not quantised.
+            [kv_heads] float32. Formats with a scale per token and head (int8, int4, FP8):
+            [num_blocks, block_size, kv_heads] float32. If None, the cache is not quantised.
         v_scale: The same for values.
         out_scale: What the elements of an FP8 `out` will be multiplied by when they are read. If
             None, `out` is not quantised.

@@ -197,11 +197,11 @@ def find_format(
         ValueError: No format has this name, or its caches have another dtype or other scales.
     """
     if name is not None:
-        named, found = named_format(name), find_format(dtype, scale)
-        if (named.dtype or dtype, named.scales) != (dtype, found.scales):
+        named, alike = named_format(name), find_format(dtype, scale)
+        if (named.dtype or dtype, named.scales) != (dtype, alike.scales):
             raise ValueError(
                 f"kv_cache_dtype = {name!r}, but the cache is {dtype} with the scales of the format"
-                f" {found.name!r}: expected the name of its own format"
+                f" {alike.name!r}: expected the name of its own format"
             )
         return named
     found = [form for form in FORMATS.values() if form.dtype == dtype]

@@ -83,16 +83,10 @@ SYMPTOMS = {
     "knows_factors": "differs from the one before|changed|output",
 }
 """What a report says of each kind."""
-FUZZED = (
-    *("last_output", "calls_reference", "writes_inputs", "replaces_clock"),
-    *("lazy_result", "stale_plan"),
-)
+FUZZED = ("last_output", "stale_plan")
 """Kinds that `make test-long` tries with `pagetwin fuzz`, a minute or two each. The others are for
 `pytest -m slow tests/conformance/test_cheats.py`."""
-SOLVED = (
-    *("same_objects", "sum_of_queries", "detects_suite", "counts_calls"),
-    *("writes_inputs", "replaces_comparator", "after_return", "own_methods"),
-)
+SOLVED = ("same_objects", "counts_calls", "replaces_comparator", "after_return")
 """Kinds that `make test-long` tries as solutions, and the others as adapters: each kind once. All
 of them in each form are for `pytest -m slow`, too."""
 TIMED = (
@@ -100,6 +94,8 @@ TIMED = (
     *("counts_calls", "after_return", "knows_factors", "fp8_later", "slows_reference"),
 )
 """Kinds that a latency must not be stated of, whatever the laws say."""
+TIMED_ALWAYS = ("last_output", "same_addresses", "counts_calls", "fp8_later")
+"""Those of them that `make test-long` tries; the others are for `pytest -m slow`."""
 ONLY_TIMED = ("fp8_later", "slows_reference")
 """Kinds of which the laws need not say anything."""
 JUDGED = [kind for kind in KINDS if kind not in ONLY_TIMED]
@@ -198,7 +194,16 @@ def test_a_kind_is_found_as_a_solution(kind: str, tmp_path: Path) -> None:
     assert re.search(SYMPTOMS[kind], said(report)), said(report)
 
 
-@pytest.mark.parametrize("kind", [None, *TIMED])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        None,
+        *(
+            pytest.param(kind, marks=() if kind in TIMED_ALWAYS else pytest.mark.slow)
+            for kind in TIMED
+        ),
+    ],
+)
 def test_a_timed_call_computes_its_own_numbers(
     kind: str | None, tmp_path: Path
 ) -> None:

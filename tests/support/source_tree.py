@@ -1,6 +1,7 @@
 """The sources of pagetwin as data: modules, imports, and the functions that a function calls."""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -73,10 +74,12 @@ def absolute(module: str, node: ast.ImportFrom) -> str | None:
 def imports(module: str) -> frozenset[str]:
     """Return the modules of pagetwin that a module names in import statements, anywhere in it.
 
-    A package that calls `import_option_files` imports all files of its folder.
+    A package that calls `import_option_files` or `import_format_files` imports all files of its
+    folder.
     """
     found = set()
-    if "import_option_files(__name__" in modules()[module].read_text(encoding="utf-8"):
+    source = modules()[module].read_text(encoding="utf-8")
+    if re.search(r"import_(option|format)_files\(__name__", source):
         found |= {inner for inner in modules() if inner.rpartition(".")[0] == module}
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.ImportFrom):

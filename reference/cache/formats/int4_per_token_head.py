@@ -79,7 +79,8 @@ def levels_between(
     measured = step.clamp(min=SMALLEST_SCALE)
     zero_point = to_level(-smallest / measured)
     levels = to_level(rotated * (1 / measured)[..., None] + zero_point[..., None])
-    low, high = levels.unflatten(-1, (-1, 2)).to(torch.uint8).unbind(-1)
+    pairs = levels.to(torch.uint8)
+    low, high = pairs[..., ::2], pairs[..., 1::2]
     bits = (measured.view(torch.int32) & ~15) | zero_point.to(torch.int32)
     return low | high << 4, bits.view(torch.float32)
 
@@ -129,8 +130,9 @@ def hadamard(numbers: Tensor) -> Tensor:
     """
     shape, stride = numbers.shape, 1
     while stride < block_of(shape[-1]):
-        one, other = numbers.unflatten(-1, (-1, 2, stride)).unbind(-2)
-        numbers = torch.stack([one + other, one - other], dim=-2).flatten(-3)
+        pairs = numbers.reshape(*shape[:-1], shape[-1] // (2 * stride), 2, stride)
+        one, other = pairs.unbind(-2)
+        numbers = torch.stack([one + other, one - other], dim=-2).reshape(shape)
         stride *= 2
     return numbers
 

@@ -82,17 +82,17 @@ def allowed_by_steps(call: Call, form: CacheFormat, exact: Answer) -> Tensor:
         queries = request.query.double()
         heads, kv_heads = queries.shape[1], request.key.shape[1]
         reads = [head * kv_heads // heads for head in range(heads)]
-        each_key, length = most_off(form, request.key)
-        each_value, _ = most_off(form, request.value)
-        by_element = queries.abs() * each_key.amax(0)[reads]
+        off_keys, length = most_off(form, request.key)
+        off_values, _ = most_off(form, request.value)
+        by_element = queries.abs() * off_keys.amax(0)[reads]
         by_length = queries.norm(dim=-1) * length.amax(0)[reads]
         score = torch.minimum(by_element.sum(-1), by_length) * scale
         rows = slice(token, token + len(queries))
         moved = torch.expm1(2 * score)[..., None] * exact.sizes[rows]
-        values = request.value.double().abs().amax(0) + each_value.amax(0)
+        values = request.value.double().abs().amax(0) + off_values.amax(0)
         # weights and the result are rounded to the dtype
         rounded = 2 * eps * values[reads] + 1e-30
-        allowed[rows] = moved + each_value.amax(0)[reads] + rounded
+        allowed[rows] = moved + off_values.amax(0)[reads] + rounded
         token += len(queries)
     return allowed
 

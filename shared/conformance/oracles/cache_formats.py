@@ -57,9 +57,13 @@ def signs(channels: int) -> Rows:
     return heads[:channels].numpy() * 2 - 1
 
 
+POWERS = [1 << power for power in range(10)]
+"""Numbers of channels that may be rotated together."""
+
+
 def channels_of(size: int) -> int:
     """Return the largest power of two up to 512 that divides a head size."""
-    return max(power for power in (2**n for n in range(10)) if size % power == 0)
+    return max(power for power in POWERS if size % power == 0)
 
 
 def in_rotations(rows: Rows) -> Rows:
@@ -117,7 +121,8 @@ def four_bits(rows: Rows, dtype: torch.dtype, has_zero: bool) -> tuple[Rows, Row
 def nearest_level(numbers: Rows) -> Rows:
     """Return numbers from 0 to 15, a half rounded up; 0 for NaN."""
     bounded = np.clip(np.nan_to_num(numbers, nan=0), np.float32(-1), np.float32(16))
-    return np.floor(bounded + np.float32(0.5)).clip(0, 15)
+    levels: Rows = np.floor(bounded + np.float32(0.5)).clip(0, 15)
+    return levels
 
 
 def int4_per_token_head(
@@ -208,15 +213,15 @@ def most_off(form: CacheFormat, numbers: Tensor) -> tuple[Tensor, Tensor]:
     assert scales is not None
     step = scales.double()[..., None]
     if form.name == "int8_per_token_head":
-        each = (step / 2).expand_as(sizes)
+        by_element = (step / 2).expand_as(sizes)
     elif form.name == "fp8_per_token_head":
         # three bits after the first one; below 2^-6 of the scale steps are 2^-9 of it
-        each = torch.maximum(sizes / 16, step * 2.0**-10)
+        by_element = torch.maximum(sizes / 16, step * 2.0**-10)
     else:
         rotated = torch.finfo(numbers.dtype).eps * sizes.sum(-1, keepdim=True) / 2
-        each = (step / 2 + rotated).expand_as(sizes)
+        by_element = (step / 2 + rotated).expand_as(sizes)
         blocks = sizes.shape[-1] / channels_of(sizes.shape[-1])
-        return each, each[..., 0] * blocks**0.5
+        return by_element, by_element[..., 0] * blocks**0.5
     # the inverse of the scale and the quotient are rounded
-    each = each * (1 + 2.0**-20) + sizes * 2.0**-22
-    return each, each.square().sum(-1).sqrt()
+    by_element = by_element * (1 + 2.0**-20) + sizes * 2.0**-22
+    return by_element, by_element.square().sum(-1).sqrt()

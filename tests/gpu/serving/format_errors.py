@@ -1,0 +1,134 @@
+"""What cache formats cost a small trained model: error of attention, perplexity, and a far needle.
+
+    python tests/gpu/serving/format_errors.py FOLDER >> docs/data/cache_formats.jsonl
+
+FOLDER is what `real_weights.py` has written. The model reads its page of text once in each format.
+Keys and values of every layer, in bfloat16, are stored and loaded by the reference's files of the
+format, and attended to in float32. The error is that of the outputs of attention,
+with the queries, keys and values of the unchanged model, relative to their norm.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from pagetwin.contract.cache_formats import FORMATS, CacheFormat
+from pagetwin.reference.cache.formats import FILES
+from real_weights import load, tokens
+from torch import Tensor
+
+NEEDLE_KEYS = 131_072
+
+
+def stored(key: Tensor, value: Tensor, form: CacheFormat) -> tuple[Tensor, Tensor]:
+    """Return keys and values as a cache gives them back: [tokens, kv_heads, head_size] float32."""
+    file, found = FILES[form.file], []
+    for numbers in (key.bfloat16(), value.bfloat16()):
+        given = 1.0 if form.is_quantised else None
+        codes, measured = file.store(numbers, given, form.dtype)
+        scale = given if measured is None else measured
+        found.append(file.load(codes, scale, torch.float32))
+    return found[0], found[1]
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Return causal attention in the dtype of the arguments: [tokens, query_heads, head_size]."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (side.repeat_interleave(group, 1) for side in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+class Attention:
+    """Attention of a model whose keys and values are stored in a format.
+
+    Args:
+        form: Optional. If None, they are used as they are.
+    """
+
+    def __init__(self, form: CacheFormat | None) -> None:
+        self.form = form
+        self.calls: list[tuple[Tensor, Tensor, Tensor, float]] = []
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        """Return the output of a layer, as transformers calls it: [1, heads, tokens, size]."""
+        scale = more["scaling"]
+        q, k, v = (side[0].transpose(0, 1) for side in (query, key, value))
+        self.calls.append((q, k, v, scale))
+        if self.form is not None:
+            k, v = stored(k, v, self.form)
+        return attend(q, k, v, scale)[None], None
+
+
+@torch.no_grad()
+def read_text(
+    model: Any, ids: list[int], form: CacheFormat | None
+) -> tuple[float, Any]:
+    """Return the perplexity of a text, and the arguments of each layer's attention."""
+    from transformers import AttentionInterface
+
+    attention = Attention(form)
+    AttentionInterface.register("formats", attention)
+    model.set_attn_implementation("formats")
+    logits = model(torch.tensor([ids]), use_cache=False).logits[0]
+    chosen = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
+    return math.exp(-float(chosen.mean())), attention.calls
+
+
+def needle_weight(form: CacheFormat) -> float:
+    """Return the weight of a key whose score exceeds the others' by about 20, of 131,072 keys."""
+    generator = torch.Generator().manual_seed(0)
+    key = torch.randn(NEEDLE_KEYS, 1, 128, generator=generator)
+    query = torch.randn(1, 1, 128, generator=generator)
+    at = NEEDLE_KEYS // 3
+    key[at] = query[0] * 25 * 128**0.5 / query.square().sum()
+    found, _ = stored(key, key, form)
+    scores = (found[:, 0].double() @ query[0, 0].double()) * 128**-0.5
+    return float(scores.softmax(0)[at])
+
+
+def main() -> None:
+    """Print a line of JSON per format."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    model, ids = load(folder), tokens(folder, "text")
+    plain, calls = read_text(model, ids, None)
+    print(f"perplexity without a cache: {plain:.3f}", file=sys.stderr)
+    for form in FORMATS.values():
+        errors = []
+        for query, key, value, scale in calls:
+            exact = attend(*(side.double() for side in (query, key, value)), scale)
+            kept = (side.double() for side in stored(key, value, form))
+            off = attend(query.double(), *kept, scale) - exact
+            errors.append(float(off.norm() / exact.norm()))
+        line = {
+            "format": form.name,
+            "bytes": form.page_bytes(1, 1, 128, 128, torch.bfloat16),
+            "error": sum(errors) / len(errors),
+            "largest_error": max(errors),
+            "perplexity": read_text(model, ids, form)[0],
+            "plain_perplexity": plain,
+            "needle_weight": needle_weight(form),
+            "tokens": len(ids),
+            "layers": len(errors),
+        }
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
