@@ -110,7 +110,21 @@ def draw_paged(name: str, device: torch.device) -> list[Arguments]:
     extra: Arguments = {"common_prefix_len": 16}
     if name == "dcp_attention":
         extra = {"dcp_world_size": 2, "dcp_rank": 1, "dcp_kv_cache_interleave_size": 3}
-    return [batches[0] | extra, buffers_of(batches[1] | extra)]
+    return [
+        batches[0] | extra,
+        buffers_of(batches[1] | extra),
+        packed(batches[0] | extra, device),
+    ]
+
+
+def packed(arguments: Arguments, device: torch.device) -> Arguments:
+    """Return the call over a cache of bytes with two codes each, and a scale per slot and head."""
+    shape = arguments["key_cache"].shape
+    codes = torch.zeros(*shape[:3], shape[3] // 2, dtype=torch.uint8, device=device)
+    scales = torch.ones(shape[:3], device=device)
+    options = AttentionOptions(k_scale=scales, v_scale=scales.clone())
+    caches = {"key_cache": codes, "value_cache": codes.clone()}
+    return arguments | caches | {"options": options}
 
 
 def draw_latents(name: str, device: torch.device) -> list[Arguments]:
@@ -359,7 +373,7 @@ def test_a_call_that_is_not_traced_takes_no_operator(
 def test_without_contents_an_operation_says_what_it_returns(
     name: str, device: torch.device
 ) -> None:
-    for arguments in DRAWN[name](name, device)[:2]:
+    for arguments in DRAWN[name](name, device):
         with FakeTensorMode() as mode:
             fake = with_each(mode.from_tensor, arguments)
             found = getattr(TWIN, name)(**fake)

@@ -119,11 +119,11 @@ def main() -> None:
         line = {
             "format": form.name,
             "bytes": form.page_bytes(1, 1, 128, 128, torch.bfloat16),
-            "error": sum(errors) / len(errors),
-            "largest_error": max(errors),
-            "perplexity": read_text(model, ids, form)[0],
-            "plain_perplexity": plain,
-            "needle_weight": needle_weight(form),
+            "error": round(sum(errors) / len(errors), 5),
+            "largest_error": round(max(errors), 5),
+            "perplexity": round(read_text(model, ids, form)[0], 3),
+            "plain_perplexity": round(plain, 3),
+            "needle_weight": round(needle_weight(form), 5),
             "tokens": len(ids),
             "layers": len(errors),
         }
