@@ -68,8 +68,18 @@ def prepare(root: Path, tag: str, repository: str) -> str:
     return version
 
 
-if __name__ == "__main__":
+def main(arguments: list[str]) -> int:
+    """Prepare the checkout, and return the exit code: 2 with one sentence if it cannot be done."""
     try:
-        print(prepare(ROOT, *sys.argv[1:]))
-    except (TypeError, ValueError) as error:
-        sys.exit(f"{error}\n{(__doc__ or '').splitlines()[2].strip()}")
+        if len(arguments) != 2:
+            raise ValueError(f"expected a tag and OWNER/NAME, not {arguments}")
+        tag, repository = arguments
+        print(prepare(ROOT, tag, repository))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -67,12 +67,12 @@ def test_a_release_has_the_version_of_its_tag_and_absolute_links(checkout):
         (["0.1.0", "owner/name"], "expected a tag such as v0.1.0"),
         (["v0.1.0rc1", "owner/name"], "no section [0.1.0rc1]"),
         (["v0.1.0", "name"], "expected OWNER/NAME"),
-        (["v0.1.0"], "release.py v0.1.0 OWNER/NAME"),
+        (["v0.1.0"], "expected a tag and OWNER/NAME, not ['v0.1.0']"),
     ],
 )
 def test_a_tag_that_fits_nothing_changes_nothing(checkout, arguments, words):
     before = [(checkout / name).read_bytes() for name in FILES]
     done = released(checkout, *arguments)
-    assert done.returncode == 1
-    assert words in done.stderr
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
     assert [(checkout / name).read_bytes() for name in FILES] == before
