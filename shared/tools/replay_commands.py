@@ -231,8 +231,8 @@ def reproduce(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A .pt file that `replay` or the recorder wrote, or a .py file that `fuzz`"
-            " wrote."
+            help="A .pt file that `replay` or the recorder wrote, or a .py file with the"
+            " program that `check` printed or `fuzz` wrote."
         ),
     ],
 ) -> None:

@@ -1,6 +1,6 @@
-"""Reproduction of cases that `pagetwin fuzz` or the recorder stored.
+"""Reproduction of cases that `pagetwin check` printed, or that `fuzz` or the recorder stored.
 
-A program of `fuzz` is read, and not executed. A case of the recorder is checked by its law.
+A program is read, and not executed. A case of the recorder is checked by its law.
 """
 
 import ast
@@ -19,7 +19,8 @@ def read_case(file: Path) -> tuple[str, str, str, str | None]:
     Raises:
         ValueError: It has no call of `reproduce` with these arguments.
     """
-    wrong = f"{file}: expected a program that `pagetwin fuzz` wrote"
+    wrong = f"{file}: expected a program that `pagetwin check` printed"
+    wrong += " or `pagetwin fuzz` wrote"
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         (call,) = [
@@ -47,8 +48,8 @@ def check_stored(file: Path) -> None:
         FileNotFoundError, ValueError: The message says which commands write such files.
     """
     expected = (
-        "expected a .pt file that `pagetwin replay` or the recorder wrote, or a .py file that"
-        " `pagetwin fuzz` wrote"
+        "expected a .pt file that `pagetwin replay` or the recorder wrote, or a .py file with the"
+        " program that `pagetwin check` printed or `pagetwin fuzz` wrote"
     )
     if not file.exists():
         raise FileNotFoundError(f"{file} does not exist: {expected}")
@@ -62,7 +63,7 @@ def reproduce_case(file: Path) -> None:
     """Run a stored case again, and print whether its law holds.
 
     Args:
-        file: A program in the corpus of `pagetwin fuzz`.
+        file: A program that `pagetwin check` printed, or one of the corpus of `pagetwin fuzz`.
     """
     with sentences_for_errors():
         require("pagetwin reproduce of a case of fuzz", "hypothesis")

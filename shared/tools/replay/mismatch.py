@@ -175,7 +175,7 @@ def load_step(path: Path) -> tuple[StoredStep, Violation]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(
             f"{path} is not a stored step, or it is damaged: expected a file that"
-            " `pagetwin replay` wrote"
+            " `pagetwin replay` or the recorder wrote"
         )
     if damaged := _damaged_entry(content):
         raise ValueError(
