@@ -316,6 +316,9 @@ def test_pyproject_lists_the_packages_on_disk(table: str) -> None:
 
 
 def test_every_package_is_typed_and_found_by_type_checkers() -> None:
+    """The outer package had no marker: for mypy an installed `pagetwin` itself had no types."""
+    assert (ROOT / "shared/package/py.typed").is_file()
+    assert (ROOT / ".typing/pagetwin/py.typed").is_file()
     for package, folder in FOLDERS.items():
         assert (folder / "py.typed").is_file(), folder
         link = ROOT / ".typing" / "pagetwin" / package
