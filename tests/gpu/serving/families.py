@@ -92,6 +92,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_logit_softcapping": 5.0,
             "query_pre_attn_scalar": 64,
             "tie_word_embeddings": True,
+            # SGLang reads this name, and transformers reads `hidden_activation`
+            "hidden_act": "gelu_pytorch_tanh",
         },
     ),
     "Gemma 3": (

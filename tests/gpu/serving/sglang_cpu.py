@@ -18,6 +18,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 CONFIG = {
@@ -65,6 +66,22 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE"):
         pass
     torch.library.register_fake = plain
 """
+
+
+def prepare(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Write what Python imports first, and return the variables of an engine on a CPU.
+
+    Args:
+        folder: for the module, which is written there.
+        environment: whose PYTHONPATH is kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SITE, encoding="utf-8")
+    return {
+        "PYTHONPATH": f"{folder}{os.pathsep}{environment.get('PYTHONPATH', '')}",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def write_model(folder: Path) -> None:
@@ -161,9 +178,7 @@ def main() -> None:
     if asked.serve:
         serve(str(model), asked.serve, asked.tokens)
         return
-    site = asked.out / "site"
-    site.mkdir(parents=True, exist_ok=True)
-    (site / "sitecustomize.py").write_text(SITE, encoding="utf-8")
+    prepared = prepare(asked.out / "site", os.environ)
     write_model(model)
     found, is_wrong = {}, False
     for backend in asked.backends:
@@ -171,9 +186,7 @@ def main() -> None:
         given = {
             "PAGETWIN_SGLANG_IMPLEMENTATION": "reference",
             **os.environ,
-            "PYTHONPATH": f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
+            **prepared,
             "PAGETWIN_RECORD": str(folder),
             "PAGETWIN_RECORD_EVERY": "1",
         }

@@ -208,6 +208,42 @@ def run_vllm(asked: argparse.Namespace, family: str) -> Found:
     return tokens, shown
 
 
+def run_sglang(asked: argparse.Namespace, family: str) -> Found:
+    """Run the engine of SGLang on a CPU; without a twin, on its backend of plain torch."""
+    if family == "Whisper":
+        raise NotImplementedError("the plugin rejects cross-attention")
+    if family in ENCODER_DECODER:
+        raise NotImplementedError(f"{family} has no SGlang implementation")
+    os.environ["PAGETWIN_SGLANG_IMPLEMENTATION"] = asked.twin or "reference"
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=str(families.write(family, asked.work, asked.dtype)),
+        device="cpu",
+        attention_backend="pagetwin" if asked.twin else "torch_native",
+        page_size=16,
+        skip_tokenizer_init=True,
+        dtype=asked.dtype,
+        max_total_tokens=2048,
+        mem_fraction_static=0.2,
+        context_length=families.LONGEST,
+        chunked_prefill_size=64,
+        max_running_requests=8,
+        disable_overlap_schedule=True,
+        sampling_backend="pytorch",
+        grammar_backend="none",
+    )
+    sampling = {"temperature": 0, "max_new_tokens": families.NEW_TOKENS}
+    sampling["ignore_eos"] = True
+    try:
+        found = engine.generate(
+            input_ids=families.prompts(family), sampling_params=sampling
+        )
+    finally:
+        engine.shutdown()
+    return [list(one["output_ids"]) for one in found], {}
+
+
 def run_nano(asked: argparse.Namespace, family: str) -> Found:
     """Run nano-vllm on the names of flash-attn; its sampling is nearly greedy."""
     from pagetwin.integrations.flash_attn import install
@@ -238,6 +274,7 @@ ENGINES: dict[str, Callable[[argparse.Namespace, str], Found]] = {
     "transformers": run_transformers,
     "continuous": run_continuous,
     "vllm": run_vllm,
+    "sglang": run_sglang,
     "nano": run_nano,
 }
 """The engines by the names of the command line and of the record."""
