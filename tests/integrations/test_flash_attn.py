@@ -573,6 +573,8 @@ def test_a_kernel_of_the_hub_has_the_functions_and_is_written_once(tmp_path):
     assert metadata["name"] == "pagetwin-flash-attn"
     with pytest.raises(FileExistsError, match="is not empty"):
         write_hub_kernel(folder)
+    with pytest.raises(FileExistsError, match="is a file: expected a folder"):
+        write_hub_kernel(file)
     with pytest.raises(ValueError, match="cannot be loaded"):
         write_hub_kernel(tmp_path / "other", "a_package_that_is_missing")
     assert not (tmp_path / "other").exists()

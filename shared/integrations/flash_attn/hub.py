@@ -23,7 +23,7 @@ def write_hub_kernel(folder: str | Path, implementation: str = "optimized") -> P
         implementation: "reference", "optimized", or the dotted name of a package.
 
     Raises:
-        FileExistsError: The folder holds something. Nothing is written.
+        FileExistsError: The folder holds something, or is a file. Nothing is written.
         ValueError: The implementation cannot be loaded. Nothing is written.
 
     Source:
@@ -31,8 +31,11 @@ def write_hub_kernel(folder: str | Path, implementation: str = "optimized") -> P
     """
     load_named(implementation)
     folder = Path(folder)
+    expected = "expected a folder that does not exist or is empty"
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file: {expected}")
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty")
+        raise FileExistsError(f"{folder} is not empty: {expected}")
     build = folder / VARIANT
     build.mkdir(parents=True)
     lines = [
