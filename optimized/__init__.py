@@ -35,6 +35,7 @@ from .attention.context_parallel import (
 from .attention.encoder import encoder_attention
 from .attention.latent import (
     concat_and_cache_mla,
+    gather_latent_cache,
     get_mla_dims,
     latent_decode_attention,
     latent_prefill_attention,
@@ -186,6 +187,7 @@ __all__ = [
     "fill_mm_prefix_query_ranges",
     "fill_rswa_query_ranges",
     "gather_cache",
+    "gather_latent_cache",
     "get_attn_cg_support",
     "get_dcp_groups",
     "get_dcp_local_seq_lens",

@@ -20,11 +20,13 @@ from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.default_modes import are_default, default_modes
 from ...contract.latent_classes import MLADims as MLADims
+from ...contract.latent_formats import find_latent_format
 from ...contract.shapes import (
     BlockTable,
     KeyUpProjection,
     Latent,
     LatentCache,
+    LatentRows,
     LogSumExp,
     NopeQuery,
     Output,
@@ -43,15 +45,22 @@ from ...validation.latent import (
     check_latent_decode_attention,
     check_latent_prefill_attention,
 )
+from ...validation.latent_cache import check_gather_latent_cache
 from ..kernels.fp8 import scale_arguments
 from ..kernels.kv_cache import as_bits
 from ..kernels.latent_cache import (
     BLOCK_TOKENS,
     LatentSlots,
     NewLatents,
-    gather_latents_kernel,
     grid,
     write_latents_kernel,
+)
+from ..kernels.latent_records.attend import attend_to_records, check_record_call
+from ..kernels.latent_records.launch import (
+    gather_latents,
+    gather_records,
+    is_decoded_in_place,
+    write_records,
 )
 from ..runtime.launcher import check_launch, launch_kernel
 from ..runtime.operators import operator
@@ -94,6 +103,10 @@ def concat_and_cache_mla(
     _, block_size, width = kv_cache.shape
     if not num_slots or not kv_cache.numel():
         return
+    form = find_latent_format(kv_cache)
+    if form is not None:
+        write_records(form, kv_c, k_pe, kv_cache, slot_mapping)
+        return
     dtype = kv_cache.dtype
     (kv_cache,) = as_bits(kv_cache)
     if scale is None:
@@ -114,6 +127,31 @@ def concat_and_cache_mla(
     )
     compiled = launch_kernel(write_latents_kernel, programs, *arguments)
     record_write(signature, compiled, BLOCK_TOKENS.value, programs[1], arguments)
+
+
+@operator(changed=["latents"])
+def gather_latent_cache(
+    kv_cache: LatentCache,
+    latents: LatentRows,
+    block_table: BlockTable,
+    seq_start_loc: StartLoc,
+    scale: Scale | float | None = None,
+) -> None:
+    """Write the latents and rope keys of whole sequences, concatenated, to rows of numbers."""
+    check_gather_latent_cache(
+        kv_cache, latents, block_table, seq_start_loc, scale, contents=values_checked(kv_cache)
+    )  # fmt: skip
+    check_launch(kv_cache)
+    starts = seq_start_loc.contiguous()
+    if is_decoded_in_place(kv_cache, latents):
+        gather_records(kv_cache, block_table, starts, 0, latents)
+        return
+    # step: gather the latents and rope keys of all sequences as numbers
+    rows = gather_latents(
+        kv_cache, block_table, starts, 0, len(latents), scale, latents.dtype
+    )
+    # step: write them, and zeros after the last sequence
+    latents.copy_(rows)
 
 
 @operator(out=["out", "lse"])
@@ -147,7 +185,10 @@ def latent_decode_attention(
     if scale is None:
         scale = (q_nope.shape[2] + q_pe.shape[2]) ** -0.5
     tokens, heads, _ = q_nope.shape
-    width, rank = kv_cache.shape[2], w_uk.shape[2]
+    form = find_latent_format(kv_cache)
+    width, rank = w_uk.shape[2] + q_pe.shape[2], w_uk.shape[2]
+    if form is not None:
+        check_record_call(q_nope, compute_dtype)
     if out is None:
         out = q_nope.new_empty(tokens, heads, w_uv.shape[2])
     # step: project the queries into the latent space
@@ -155,14 +196,20 @@ def latent_decode_attention(
     query[..., rank:] = q_pe
     _project(q_nope.transpose(0, 1), w_uk, query[..., :rank].transpose(0, 1))
     # step: attend to the latents as the keys and values of one head
-    key_cache = kv_cache[:, :, None]
-    if options.k_scale is not None:
-        options = replace(options, v_scale=options.k_scale)
-    mean = paged_attention(
-        query, key_cache, key_cache[..., :rank], block_table, query_start_loc, seq_lens,
-        max_query_len, max_seq_len, scale=scale, lse=lse, compute_dtype=compute_dtype,
-        options=options,
-    )  # fmt: skip
+    if form is not None:
+        mean = attend_to_records(
+            form, query, kv_cache, block_table, query_start_loc, seq_lens, max_query_len,
+            max_seq_len, scale, options.sliding_window, lse,
+        )  # fmt: skip
+    else:
+        key_cache = kv_cache[:, :, None]
+        if options.k_scale is not None:
+            options = replace(options, v_scale=options.k_scale)
+        mean = paged_attention(
+            query, key_cache, key_cache[..., :rank], block_table, query_start_loc, seq_lens,
+            max_query_len, max_seq_len, scale=scale, lse=lse, compute_dtype=compute_dtype,
+            options=options,
+        )  # fmt: skip
     # step: expand each head's average latent to its value
     _project(mean.transpose(0, 1), w_uv, out.transpose(0, 1))
     return out
@@ -279,7 +326,8 @@ def _context_chunks(
         context_lens: [reqs] cached tokens per request.
         num_context_tokens: their sum, or more.
         max_chunk: tokens per chunk. If None, there is one chunk.
-        k_scale: factor of the numbers of an FP8 cache. If None, the cache is not quantised.
+        k_scale: factor of the numbers of an FP8 cache. If None, the cache is not quantised, or
+            has records.
         dtype: dtype of dequantised latents.
 
     Yields:
@@ -293,35 +341,7 @@ def _context_chunks(
     for begin in range(0, num_context_tokens, max(chunk, 1)):
         # step: gather the next chunk of the context
         rows = min(chunk, num_context_tokens - begin)
-        latents = _gather(kv_cache, block_table, context_start_loc, begin, rows)
-        if k_scale is not None:
-            latents = (latents.float() * k_scale).to(dtype)
-        yield latents, (context_start_loc - begin).clamp(0, rows)
-
-
-def _gather(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    start_loc: Tensor,
-    begin: int,
-    num_tokens: int,
-) -> Tensor:
-    """Return [num_tokens, latent_width] latents from token `begin` on, 0 past the last sequence."""
-    _, block_size, width = kv_cache.shape
-    num_reqs = block_table.shape[0]
-    latents = kv_cache.new_empty(num_tokens, width)
-    if latents.numel():
-        gather_latents_kernel[grid(num_tokens, width)](
-            *as_bits(kv_cache, latents),
-            block_table,
-            start_loc,
-            begin,
-            num_tokens,
-            block_size,
-            num_reqs,
-            num_reqs.bit_length(),
-            *block_table.stride(),
-            *kv_cache.stride(),
-            WIDTH=width,
+        latents = gather_latents(
+            kv_cache, block_table, context_start_loc, begin, rows, k_scale, dtype
         )
-    return latents
+        yield latents, (context_start_loc - begin).clamp(0, rows)

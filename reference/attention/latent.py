@@ -21,6 +21,7 @@ import torch
 from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.latent_classes import MLADims as MLADims
+from ...contract.latent_formats import find_latent_format
 from ...contract.shapes import (
     BlockTable,
     KeyUpProjection,
@@ -44,9 +45,10 @@ from ...validation.latent import (
     check_mla_config,
 )
 from ..cache.formats.fp8 import quantise
+from ..cache.latent_formats import encode_records, gather_latents
 from .encoder import encoder_attention
+from .latent_gather import gather_latent_cache as gather_latent_cache
 from .latent_prefill import latent_prefill_attention as latent_prefill_attention
-from .latent_vectors import gather_latents
 
 
 @validated(check_concat_and_cache_mla)
@@ -63,16 +65,18 @@ def concat_and_cache_mla(
         kv_c: [tokens, kv_lora_rank], any strides (a slice of a fused projection is fine).
         k_pe: [tokens, qk_rope_head_dim], any strides; already rotated.
         kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], modified in place; of
-            the same dtype, or FP8.
+            the same dtype, or FP8. Or [num_blocks, block_size, bytes per record] uint8: 656 bytes
+            are the format `fp8_ds_mla`, 352 `nvfp4_ds_mla`, 584 `fp8_ds_mla_v4`.
         slot_mapping: [slots] slot of the first `slots` tokens. Tokens with a negative slot, and
             tokens past the end of the mapping, are not stored.
         scale: What the elements of an FP8 cache will be multiplied by when they are read. If
-            None, the cache is not quantised.
+            None, the cache is not quantised, or its records store scales that the write measures.
 
     Raises:
         IndexError: A slot is outside the cache.
-        ValueError: Shapes or devices do not match, two tokens have one slot, or only one of an
-            FP8 cache and its scale is given.
+        ValueError: Shapes or devices do not match, two tokens have one slot, only one of an
+            FP8 cache and its scale is given, or records of that many bytes do not have these
+            widths.
         TypeError: A dtype is not the expected one.
 
     Source:
@@ -92,10 +96,15 @@ def concat_and_cache_mla(
         >>> kv_cache.flatten()
         tensor([0., 0., 0., 0., 0., 0., 0., 0., 0., 1., 2., 5.])
     """
-    block_size = kv_cache.shape[1]
-    latents = torch.cat([kv_c, k_pe], dim=1)
-    if scale is not None:
-        latents = quantise(latents, scale, kv_cache.dtype)
+    block_size, form = kv_cache.shape[1], find_latent_format(kv_cache)
+    parts = (kv_cache,) if form is None else form.parts(kv_cache)
+    if form is not None:
+        latents = encode_records(form, kv_c, k_pe)
+    else:
+        latents = torch.cat([kv_c, k_pe], dim=1)
+        if scale is not None:
+            latents = quantise(latents, scale, kv_cache.dtype)
+    pieces = torch.split(latents, [part.shape[2] for part in parts], dim=1)
     for token, slot in enumerate(slot_mapping.tolist()):
         # step: skip tokens without a slot
         if slot < 0:
@@ -103,7 +112,8 @@ def concat_and_cache_mla(
         # step: find block and offset
         block_id, offset = divmod(slot, block_size)
         # step: store the latent and the rope key
-        kv_cache[block_id, offset] = latents[token]
+        for part, piece in zip(parts, pieces, strict=True):
+            part[block_id, offset] = piece[token]
 
 
 @validated(check_latent_decode_attention)
@@ -134,7 +144,8 @@ def latent_decode_attention(
             query without position.
         q_pe: [tokens, query_heads, qk_rope_head_dim]: the part with position, already rotated.
         kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], the new tokens'
-            latents included.
+            latents included. Or records in uint8, as in `concat_and_cache_mla`; queries may have
+            any float dtype then.
         w_uk: [query_heads, qk_nope_head_dim, kv_lora_rank], projects a latent to a head's key
             without its rope part.
         w_uv: [query_heads, kv_lora_rank, v_head_dim], projects a latent to a head's value.

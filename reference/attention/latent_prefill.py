@@ -57,10 +57,10 @@ def latent_prefill_attention(
     Args:
         q_nope, q_pe: As in `latent_decode_attention`.
         kv_c: [tokens, kv_lora_rank] latents of the new tokens, any strides. They are used as they
-            are here, not as an FP8 cache rounds them.
+            are here, not as an FP8 cache or a record rounds them.
         k_pe: [tokens, qk_rope_head_dim] their rope keys, already rotated, any strides.
-        kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]. The new tokens'
-            slots are not read.
+        kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], or records in uint8,
+            as in `concat_and_cache_mla`. The new tokens' slots are not read.
         w_uk, w_uv: As in `latent_decode_attention`.
         block_table, query_start_loc, seq_lens, max_query_len, max_seq_len: As in
             `paged_attention`; `seq_lens` counts the new tokens too.

@@ -1,43 +1,11 @@
-"""Latent vectors: how they are read from their cache and expanded to keys and values."""
+"""Latent vectors: contexts in chunks, and their expansion to keys and values."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-
-def gather_latents(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    start_loc: Tensor,
-    begin: int,
-    end: int,
-    k_scale: Tensor | float | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the cached vectors of sequences, concatenated; those from `begin` to `end`.
-
-    Args:
-        kv_cache: [num_blocks, block_size, latent_width].
-        block_table: [reqs, max_blocks].
-        start_loc: [reqs + 1], where each sequence starts in the concatenation.
-        begin, end: The range that is wanted. Past the last sequence there is nothing.
-        k_scale: What the elements of an FP8 cache are multiplied by. If None, it is not quantised.
-        dtype: Of the result, in which it is multiplied.
-
-    Returns:
-        [at most end - begin, latent_width].
-    """
-    starts, block_size = start_loc.tolist(), kv_cache.shape[1]
-    chunks = [kv_cache.new_empty(0, kv_cache.shape[2])]
-    for req, row in enumerate(block_table):
-        first, last = max(begin, starts[req]), min(end, starts[req + 1])
-        positions = torch.arange(first, max(first, last), device=row.device)
-        positions -= starts[req]
-        block_ids = row[positions // block_size].long()
-        chunks.append(kv_cache[block_ids, positions % block_size])
-    latents = torch.cat(chunks).to(dtype)
-    return latents if k_scale is None else (latents * k_scale).to(dtype)
+from ..cache.latent_formats import gather_latents
 
 
 def context_chunks(
@@ -58,7 +26,7 @@ def context_chunks(
         kv_cache, block_table, k_scale, dtype: As in `gather_latents`.
 
     Yields:
-        latents: [at most max_context_chunk, latent_width].
+        latents: [at most max_context_chunk, width].
         starts: [reqs + 1] where each request starts in the chunk.
     """
     start_loc = torch.nn.functional.pad(context_lens.cumsum(0), (1, 0)).int()

@@ -188,6 +188,7 @@ CONCEPTS = (
         (
             "get_mla_dims",
             "concat_and_cache_mla",
+            "gather_latent_cache",
             "latent_decode_attention",
             "latent_prefill_attention",
         ),

@@ -12,7 +12,7 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
 | value_head_size | elements of one head's value; may differ from those of its key |
-| latent_width | kv_lora_rank + qk_rope_head_dim: elements per token in a latent cache |
+| latent_width | kv_lora_rank + qk_rope_head_dim, or bytes per record: last axis of a latent cache |
 | ... | one number for all, one per kv head, or one per slot and kv head |
 | *any | axes of any number and size |
 | _ | a buffer that may be longer than its used part; blocks of one of several layers |
@@ -51,7 +51,8 @@ RankLogSumExp = Float[Tensor, "tokens query_heads"]
 LogSumExp = Float[Tensor, "query_heads tokens"]
 AnyLogSumExp = Float[Tensor, "*any"]
 
-LatentCache = Float[Tensor, "num_blocks block_size latent_width"]
+LatentCache = Real[Tensor, "num_blocks block_size latent_width"]
+LatentRows = Float[Tensor, "latent_tokens row_width"]
 Latent = Float[Tensor, "tokens kv_lora_rank"]
 RopeKey = Float[Tensor, "tokens qk_rope_head_dim"]
 NopeQuery = Float[Tensor, "tokens query_heads qk_nope_head_dim"]

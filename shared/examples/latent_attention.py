@@ -65,6 +65,26 @@ EXAMPLES = (
         ),
     ),
     Example(
+        "gather_latent_cache",
+        "A sequence of three tokens, read back from blocks 1 and 0.",
+        (
+            StoryStep(
+                "Positions 0 and 1 belong to entry 0 of the row, block 1; position 2 to entry 1,"
+                " block 0. This cache stores elements as they are; codes would be multiplied by"
+                " scales.",
+                "[[1, 0][position // 2] for position in range(3)]",
+                "[1, 1, 0]",
+                step="gather the latents and rope keys of all sequences as numbers",
+            ),
+            StoryStep(
+                "The sequence has three tokens, so no row is left.",
+                "latents.tolist()",
+                "[[2.0, 20.0], [4.0, 40.0], [6.0, 60.0]]",
+                step="write them, and zeros after the last sequence",
+            ),
+        ),
+    ),
+    Example(
         "latent_decode_attention",
         "A query in the space of the latents: a quarter of 8 and three quarters of 4.",
         (

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import OPTION_NAMES, AttentionOptions
-from ..contract.cache_formats import TENSOR_SCALE_DTYPES
 from .attention import check_bound
-from .attention_options import check_positions, check_scale, reject_options
+from .attention_options import check_positions, reject_options
 from .batch import check_block_ids, check_block_table, check_start_loc
+from .latent_cache import check_latent_cache, check_latent_width, dtypes_of_numbers
 from .merge import LSE_DTYPES
 from .options.sliding_window import validate as check_window
 from .primitives import (
@@ -42,12 +42,11 @@ def check_concat_and_cache_mla(
     contents: bool,
 ) -> None:
     """Reject a write that does not fit the latent cache, before anything is written."""
-    _check_cache(kv_cache, "scale", scale, contents)
-    dtypes = FLOATS if kv_cache.dtype in TENSOR_SCALE_DTYPES else (kv_cache.dtype,)
-    check_dtype("kv_c", kv_c, *dtypes)
+    check_latent_cache(kv_cache, "scale", scale, contents)
+    check_dtype("kv_c", kv_c, *dtypes_of_numbers(kv_cache))
     check_dtype("k_pe", k_pe, kv_c.dtype)
     _check_new_tokens(kv_c, k_pe)
-    _check_width(kv_cache, kv_c.shape[1], k_pe.shape[1])
+    check_latent_width(kv_cache, kv_c.shape[1], k_pe.shape[1])
     check_same_device(
         kv_cache=kv_cache, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping
     )
@@ -82,11 +81,10 @@ def check_latent_decode_attention(
 ) -> None:
     """Validate the arguments of latent decode attention."""
     _check_options(options)
-    _check_cache(kv_cache, "k_scale", options.k_scale, contents)
-    dtypes = FLOATS if kv_cache.dtype in TENSOR_SCALE_DTYPES else (kv_cache.dtype,)
-    check_dtype("q_nope", q_nope, *dtypes)
+    check_latent_cache(kv_cache, "k_scale", options.k_scale, contents)
+    check_dtype("q_nope", q_nope, *dtypes_of_numbers(kv_cache))
     _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
-    _check_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
+    check_latent_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
     check_score_scale(scale)
     if options.sliding_window is not None:
         check_window(options.sliding_window)
@@ -180,30 +178,6 @@ def _check_options(options: AttentionOptions) -> None:
     )
 
 
-def _check_cache(
-    kv_cache: Tensor, name: str, scale: Tensor | float | None, contents: bool
-) -> None:
-    """Reject a tensor that is not a latent cache, and a missing or superfluous scale."""
-    check_dtype("kv_cache", kv_cache, *FLOATS, *TENSOR_SCALE_DTYPES)
-    if kv_cache.dim() != 3:
-        raise ValueError(
-            f"kv_cache has shape {list(kv_cache.shape)}: expected [num_blocks, block_size,"
-            " kv_lora_rank + qk_rope_head_dim]"
-        )
-    is_quantised = kv_cache.dtype in TENSOR_SCALE_DTYPES
-    if scale is None and is_quantised:
-        raise ValueError(
-            f"{name} = None: expected a scale, as kv_cache is {kv_cache.dtype}; 1.0 takes"
-            " its numbers as they are"
-        )
-    if scale is not None and not is_quantised:
-        raise ValueError(
-            f"{name} is given but kv_cache is {kv_cache.dtype}: expected None, as only an"
-            " FP8 cache has a scale"
-        )
-    check_scale(name, scale, {"kv_cache": kv_cache}, None, contents)
-
-
 def _check_slots(slots: list[int], num_slots: int) -> None:
     """Reject slots outside the cache, and a slot that is assigned to two tokens."""
     owner: dict[int, int] = {}
@@ -228,14 +202,6 @@ def _check_new_tokens(kv_c: Tensor, k_pe: Tensor) -> None:
         raise ValueError(
             f"kv_c has shape {list(kv_c.shape)} and k_pe {list(k_pe.shape)}: expected"
             " [tokens, kv_lora_rank] and [tokens, qk_rope_head_dim]"
-        )
-
-
-def _check_width(kv_cache: Tensor, rank: int, rope: int) -> None:
-    if kv_cache.shape[2] != rank + rope:
-        raise ValueError(
-            f"kv_cache keeps {kv_cache.shape[2]} elements a token: expected {rank + rope},"
-            f" kv_lora_rank = {rank} and qk_rope_head_dim = {rope}"
         )
 
 

@@ -43,11 +43,13 @@ PARTS_OF_THE_REFERENCE = (
     "attention/requests/",
     "attention/scores/",
     "attention/heads.py",
+    "attention/latent_gather.py",
     "attention/latent_prefill.py",
     "attention/latent_vectors.py",
     "attention/output.py",
     "attention/softmax.py",
     "cache/formats/",
+    "cache/latent_formats/",
     "parallel/combine.py",
     "parallel/rank_batch.py",
 )
@@ -135,6 +137,7 @@ ONLY_IN_THE_REFERENCE = {
 ONLY_IN_THE_TWIN = {
     "cache/block_table.py": {"padded_rows": "metadata.py pads its rows with it too"},
     "attention/latent.py": {
+        "gather_latent_cache": "the reference's is in latent_gather.py",
         "latent_prefill_attention": "the reference's is in latent_prefill.py",
     },
     "attention/merge_states.py": {"TOKENS_PER_PROGRAM": "a tile's size"},

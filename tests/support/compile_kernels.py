@@ -38,6 +38,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from support.compile_latent_records import record_cases
+
 NAMES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -347,6 +349,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 s,
             ),
         )
+    yield from record_cases(twin)
     yield (
         "prefill, latent, 16 heads",
         lambda: twin.latent_prefill_attention(
@@ -610,6 +613,7 @@ def main(chips: list[int]) -> None:
             "kernels.sm90.common.chip",
             "runtime.chip",
             "kernels.fp8",
+            "kernels.latent_records.attend",
         ):
             for value in vars(import_module(f"pagetwin.optimized.{module}")).values():
                 if hasattr(value, "cache_clear"):
