@@ -151,15 +151,20 @@ def draw_writes(name: str, device: torch.device) -> list[Arguments]:
             "k_pe": torch.randn(4, 8, device=device),
             "kv_cache": torch.zeros(4, 8, 24, device=device),
         }
-    else:
-        # both caches are views of one tensor
-        key_cache, value_cache = torch.zeros(2, 4, 8, 2, 16, device=device)
-        given = {
-            "key": torch.randn(4, 2, 16, device=device),
-            "value": torch.randn(4, 2, 16, device=device),
-            "key_cache": key_cache,
-            "value_cache": value_cache,
+        records: Arguments = {
+            "kv_c": torch.randn(4, 512, device=device),
+            "k_pe": torch.randn(4, 64, device=device),
+            "kv_cache": torch.zeros(4, 8, 352, dtype=torch.uint8, device=device),
         }
+        return [given | {"slot_mapping": slots}, records | {"slot_mapping": slots}]
+    # both caches are views of one tensor
+    key_cache, value_cache = torch.zeros(2, 4, 8, 2, 16, device=device)
+    given = {
+        "key": torch.randn(4, 2, 16, device=device),
+        "value": torch.randn(4, 2, 16, device=device),
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+    }
     return [given | {"slot_mapping": slots}]
 
 
@@ -171,6 +176,10 @@ def draw_reads(name: str, device: torch.device) -> list[Arguments]:
         "seq_start_loc": torch.tensor([0, 9, 12], device=device).int(),
         "num_tokens": 14,
     }
+    if name == "gather_latent_cache":
+        rows = torch.zeros(batch.pop("num_tokens"), 576, device=device)
+        records = torch.zeros(4, 8, 656, dtype=torch.uint8, device=device)
+        return [{"kv_cache": records, "latents": rows} | batch]
     scales = {"k_scale": 0.5, "v_scale": torch.tensor([0.5, 2.0], device=device)}
     return [
         {"key_cache": caches[0], "value_cache": caches[1, ..., :11]} | batch,
@@ -234,6 +243,7 @@ DRAWN: dict[str, Callable[[str, torch.device], list[Arguments]]] = {
     "concat_and_cache_mla": draw_writes,
     "reshape_and_cache": draw_writes,
     "gather_cache": draw_reads,
+    "gather_latent_cache": draw_reads,
     "copy_blocks": draw_copies,
     "swap_blocks": draw_copies,
     "compute_slot_mapping_device": draw_slots,

@@ -184,9 +184,11 @@ def combine_records_kernel(
         partial = tl.load(partial_lse + (split * num_heads + head) * num_tokens + token)
         row = (split * num_tokens + token).to(tl.int64) * num_heads + head
         # a row without a key was not stored
-        is_element = (element < config.RANK) & (partial != -float("inf"))
+        stored_elements = tl.where(partial == -float("inf"), 0, config.RANK)
         result = tl.load(
-            partial_out + row * config.RANK + element, mask=is_element, other=0.0
+            partial_out + row * config.RANK + element,
+            mask=element < stored_elements,
+            other=0.0,
         )
         m_new = tl.maximum(m_i, partial)
         shift = finite(m_new)

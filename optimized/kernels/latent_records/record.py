@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....contract.latent_formats import LatentFormat
-from .fields import RecordCache, locate_slots
+from .fields import RecordCache, decode_bfloat16, locate_slots
 from .fp8_ds_mla import load_fp8_latents, load_fp8_rope, store_fp8_records
 from .fp8_ds_mla_v4 import load_v4_latents, load_v4_rope, store_v4_records
 from .nvfp4_ds_mla import load_nvfp4_latents, load_nvfp4_rope, store_nvfp4_records
@@ -81,7 +81,11 @@ def load_new_latents(new, token, is_token, STEP: tl.constexpr, FIRST: tl.constex
     offsets = (token * new.stride_token)[:, None]
     offsets += (element * new.stride_element)[None, :]
     is_element = is_token[:, None] & (element < ELEMENTS)[None, :]
-    return tl.load(new.tensor + offsets, mask=is_element, other=0.0).to(tl.float32)
+    numbers = tl.load(new.tensor + offsets, mask=is_element, other=0.0)
+    if new.tensor.dtype.element_ty == tl.bfloat16:
+        # the interpreter's own conversion loses subnormal numbers
+        numbers = decode_bfloat16(numbers.to(tl.int16, bitcast=True))
+    return numbers.to(tl.float32)
 
 
 @triton.jit

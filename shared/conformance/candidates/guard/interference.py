@@ -67,7 +67,8 @@ ATTENTION = tuple(
 """Operations whose results the oracles compute."""
 KERNELS = (
     *ATTENTION,
-    *("concat_and_cache_mla", "gather_cache", "merge_attn_states", "reshape_and_cache"),
+    *("concat_and_cache_mla", "gather_cache", "gather_latent_cache"),
+    *("merge_attn_states", "reshape_and_cache"),
 )
 """Operations whose reference must not be copied. The twins share the code of some others."""
 Closed = list[tuple[FunctionType, CodeType, CodeType]]
