@@ -238,8 +238,8 @@ def record_batch(
 
     Latents of every second position are 1,000 times smaller, so neighbours have other scales.
     """
-    widths = {"rank": form.kv_lora_rank, "rope": form.qk_rope_head_dim}
-    batch = build_latents(replace(plan, **widths), torch.device("cpu"))
+    plan = replace(plan, rank=form.kv_lora_rank, rope=form.qk_rope_head_dim)
+    batch = build_latents(plan, torch.device("cpu"))
     size, shape = plan.block_size, batch.kv_cache.shape
     records = empty_records(form, shape[0], size, torch.device("cpu"))
     numbers = torch.full(shape, float("nan"), dtype=torch.float64)
@@ -255,7 +255,7 @@ def record_batch(
         for position, (block, offset) in enumerate(at):
             put_record(form, records, block * size + offset, stored[position])
             numbers[block, offset] = meant[position]
-    moved = {
+    moved: dict[str, Any] = {
         name: value.to(device)
         for name, value in vars(replace(batch, kv_cache=numbers)).items()
         if isinstance(value, Tensor)

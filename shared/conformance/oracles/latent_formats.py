@@ -45,11 +45,12 @@ def nearest(numbers: Rows, table: Rows, of_nan: int, sign: int) -> Rows:
 def meant(codes: Rows, table: Rows, sign: int) -> Rows:
     """Return what codes mean, in float64; codes past the table are NaN."""
     sizes = np.append(table, np.nan)[codes % sign]
-    return np.where(codes >= sign, -sizes, sizes)
+    numbers: Rows = np.where(codes >= sign, -sizes, sizes)
+    return numbers
 
 
 def tiles_of(rows: Rows, tile: int) -> tuple[Rows, Rows]:
-    """Return rows in tiles, and the largest finite-or-capped size of each, in float32."""
+    """Return rows in tiles, and the largest size of each, at most the largest float32."""
     tiles = rows.reshape(len(rows), rows.shape[1] // tile, tile)
     sizes = np.where(np.isnan(tiles), np.float32(0), np.abs(tiles))
     return tiles, np.minimum(sizes.max(2), np.finfo(np.float32).max)
