@@ -1,12 +1,11 @@
-"""Laws of latent caches that store records of bytes: writes, gathers, and attention over them.
+"""Laws of latent caches that store records of bytes: writes and gathers.
 
-Records are compared byte by byte with the rule of their format (`oracles/latent_formats.py`), and
-attention with the exact result over the numbers that the stored bytes mean. All bytes of slots that
-are not allocated are 0xFF: NaN, as codes and as scales.
+Records are compared byte by byte with the rule of their format (`oracles/latent_formats.py`). All
+bytes of slots that are not allocated are NaN, as codes and as scales.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from random import Random
@@ -18,7 +17,6 @@ from torch import Tensor
 from ...contract.kinds import PAD_SLOT_ID
 from ...contract.latent_formats import LATENT_FORMATS, LatentFormat
 from ..candidates.setting import Setting
-from ..cases.latent_batches import LatentBatch, LatentPlan, build_latents
 from ..checks.canaries import (
     copy_of,
     expect_memory,
@@ -27,40 +25,13 @@ from ..checks.canaries import (
     packed,
 )
 from ..checks.expect import expect_same
+from ..checks.record_caches import empty_records, put_record
 from ..oracles.latent_formats import load_by_hand, store_by_hand
 from .cache_gather import expect_same_numbers
-from .latents import WAYS, arguments_of, expect_latents, run_latents
 from .law import law
 
-POISON = 0xFF
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INFINITY = float("inf")
-
-
-def empty_records(
-    form: LatentFormat, num_blocks: int, block_size: int, device: torch.device
-) -> Tensor:
-    """Return a cache full of poison; its blocks have bytes after their records."""
-    size = form.block_bytes(block_size)
-    pages = torch.full((num_blocks + 1, size + 8), POISON, dtype=torch.uint8)
-    # the first page and the first bytes of each page belong to something else
-    return form.view_cache(pages.to(device)[1:, 8:], block_size)
-
-
-def put_record(form: LatentFormat, kv_cache: Tensor, slot: int, record: Tensor) -> None:
-    """Write the record of one slot by hand, through the bytes of its block."""
-    num_blocks, size, _ = kv_cache.shape
-    block, offset = divmod(slot, size)
-    total = size * form.record_bytes
-    strides = (kv_cache.stride(0), 1)
-    blocks = kv_cache.as_strided((num_blocks, total), strides)
-    if form.name == "fp8_ds_mla_v4":
-        blocks[block, offset * 576 : offset * 576 + 576] = record[:576]
-        scales = size * 576 + offset * 8
-        blocks[block, scales : scales + 8] = record[576:]
-    else:
-        first = offset * len(record)
-        blocks[block, first : first + len(record)] = record
 
 
 def draw_latents(form: LatentFormat, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -231,95 +202,6 @@ def gathered_latents_are_elements_times_their_scale(
     expect_same_numbers("gathered rows", packed(found), packed(numbers))
 
 
-def record_batch(
-    form: LatentFormat, plan: LatentPlan, device: torch.device
-) -> tuple[LatentBatch, Tensor]:
-    """Return a batch whose latents are the numbers that records mean, and the records' cache.
-
-    Latents of every second position are 1,000 times smaller, so neighbours have other scales.
-    """
-    plan = replace(plan, rank=form.kv_lora_rank, rope=form.qk_rope_head_dim)
-    batch = build_latents(plan, torch.device("cpu"))
-    size, shape = plan.block_size, batch.kv_cache.shape
-    records = empty_records(form, shape[0], size, torch.device("cpu"))
-    numbers = torch.full(shape, float("nan"), dtype=torch.float64)
-    for row, length in zip(batch.rows, plan.key_lens, strict=True):
-        at = [(row[position // size], position % size) for position in range(length)]
-        if not at:
-            continue
-        latents = torch.stack([batch.kv_cache[place] for place in at]).float()
-        latents[1::2, : form.kv_lora_rank] *= 1e-3
-        new = torch.split(latents, [form.kv_lora_rank, form.qk_rope_head_dim], 1)
-        stored = store_by_hand(form.name, *new)
-        meant = load_by_hand(form.name, stored)
-        for position, (block, offset) in enumerate(at):
-            put_record(form, records, block * size + offset, stored[position])
-            numbers[block, offset] = meant[position]
-    moved: dict[str, Any] = {
-        name: value.to(device)
-        for name, value in vars(replace(batch, kv_cache=numbers)).items()
-        if isinstance(value, Tensor)
-    }
-    return replace(batch, **moved), on_device(records, device)
-
-
-def on_device(cache: Tensor, device: torch.device) -> Tensor:
-    """Return the same view of the same memory on a device."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
-    place = cache.shape, cache.stride(), cache.storage_offset()
-    return memory.to(device).as_strided(*place)
-
-
-RECORD_PLANS = [
-    LatentPlan((1, 3), (33, 20), heads=2, needle="block edge", seed=1),
-    LatentPlan((1, 1, 0), (70, 16, 4), heads=3, needle="last", is_rope=True, padding=2,
-               dtype=torch.bfloat16, seed=2),
-    LatentPlan((2, 5), (40, 5), heads=1, block_size=3, dtype=torch.float16, seed=3),
-]  # fmt: skip
-
-
-@law(
-    *WAYS,
-    "gather_latent_cache",
-    cases=[
-        (way, form, plan)
-        for plan in RECORD_PLANS
-        for form in LATENT_FORMATS
-        for way in WAYS
-    ],
-)
-def attention_over_records_is_attention_over_what_they_mean(
-    setting: Setting, case: tuple[str, str, LatentPlan]
-) -> None:
-    way, name, plan = case
-    batch, records = record_batch(LATENT_FORMATS[name], plan, setting.device)
-    changes: dict[str, Any] = {"kv_cache": records}
-    if way == WAYS[1]:
-        changes["max_context_chunk"] = 13
-    with kept(kv_cache=records):
-        found = run_latents(setting, batch, way, **changes)
-    expect_latents(setting, batch, way, found, **changes)
-
-
-LONG = LatentPlan((1, 2), (1100, 18), heads=1, needle="first", dtype=torch.float16)
-
-
-@law(
-    WAYS[0],
-    "gather_latent_cache",
-    cases=[(form, window) for form in LATENT_FORMATS for window in (None, 7)],
-)
-def a_decode_of_many_records_attends_to_its_window(
-    setting: Setting, case: tuple[str, int | None]
-) -> None:
-    """The keys of the long request are more than a program takes at once."""
-    name, window = case
-    plan = replace(LONG, sliding_window=window)
-    batch, records = record_batch(LATENT_FORMATS[name], plan, setting.device)
-    found = run_latents(setting, batch, WAYS[0], kv_cache=records)
-    expect_latents(setting, batch, WAYS[0], found, kv_cache=records)
-
-
 Unfit = Callable[[dict[str, Any]], dict[str, Any]]
 UNFIT_WRITES: dict[str, Unfit] = {
     "a latent of another width": lambda given: {"kv_c": given["kv_c"][:, :448]},
@@ -390,17 +272,3 @@ def gathers_that_do_not_fit_are_rejected_before_any_write(
     given |= UNFIT_READS[what](given)
     call = partial(setting.candidate.gather_latent_cache, **given)
     expect_rejection_without_writes(what, call, latents=given["latents"])
-
-
-@law(*WAYS, "gather_latent_cache", cases=WAYS, claim="rejects shapes")
-def attention_with_widths_of_other_records_is_rejected(
-    setting: Setting, way: str
-) -> None:
-    """The widths are those of fp8_ds_mla_v4, the cache has records of fp8_ds_mla."""
-    plan = LatentPlan((1,), (20,), heads=1)
-    batch, _ = record_batch(LATENT_FORMATS["fp8_ds_mla_v4"], plan, setting.device)
-    other = empty_records(LATENT_FORMATS["fp8_ds_mla"], 4, 16, setting.device)
-    out = torch.full((1, 1, 16), 7.0, device=setting.device)
-    call = partial(run_latents, setting, batch, way, kv_cache=other)
-    assert "kv_cache" in arguments_of(batch, way)
-    expect_rejection_without_writes("other records", call, out=out)
