@@ -171,6 +171,13 @@ def test_the_page_says_what_the_record_shows() -> None:
     absent = dict.fromkeys(("MPT", "BART", "T5"), "no such model")
     for way in ("vllm:reference", "vllm"):
         assert unequal(way, "0.32.0") == absent
+    assert unequal("sglang:reference", "0.5.23") == {
+        "Mistral": "**other tokens**: 41, 5.1",
+        "gpt-oss": "fixed list of backends",
+        "Whisper": "cross-attention",
+        **dict.fromkeys(("DeepSeek V2", "DeepSeek V3"), "latent attention"),
+        **dict.fromkeys(("Falcon", "MPT", "BART", "T5"), "no such model"),
+    }
     others = [
         {name for name, cell in found.items() if "other tokens" in cell}
         for version in ("5.17.0", "5.19.0")

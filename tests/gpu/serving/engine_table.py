@@ -113,6 +113,7 @@ class Process:
         command += ["--one", self.way, "--part", str(self.part)]
         command += ["--file", str(self.file)]
         with self.file.with_suffix(".log").open("a") as log:
+            self.logged = log.tell()
             self.process = subprocess.Popen(
                 command,
                 stdout=log,
@@ -122,8 +123,12 @@ class Process:
         self.began = time.time()
 
     def last_error(self) -> str:
-        """Return the last error of the log, such as that of an engine's own process."""
-        log = self.file.with_suffix(".log").read_text(errors="replace")
+        """Return the last error that this process logged, such as that of an engine's own one."""
+        log = (
+            self.file.with_suffix(".log")
+            .read_bytes()[self.logged :]
+            .decode("utf-8", "replace")
+        )
         found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*", log, re.M)
         return f": {found[-1][:300]}" if found else ""
 

@@ -210,8 +210,10 @@ def run_vllm(asked: argparse.Namespace, family: str) -> Found:
 
 def run_sglang(asked: argparse.Namespace, family: str) -> Found:
     """Run the engine of SGLang on a CPU; without a twin, on its backend of plain torch."""
-    if family == "Whisper":
-        raise NotImplementedError("the plugin rejects cross-attention")
+    rejected = {"Whisper": "cross-attention"}
+    rejected |= dict.fromkeys(("DeepSeek V2", "DeepSeek V3"), "latent attention (MLA)")
+    if family in rejected:
+        raise NotImplementedError(f"the plugin rejects {rejected[family]}")
     if family in ENCODER_DECODER:
         raise NotImplementedError(f"{family} has no SGlang implementation")
     os.environ["PAGETWIN_SGLANG_IMPLEMENTATION"] = asked.twin or "reference"
