@@ -3,26 +3,30 @@
 The figures come from the record that tests/gpu/serving/format_errors.py writes.
 """
 
-import json
 from pathlib import Path
 
-from page_data import DATA
+from page_data import DATA, read_rows
+from pagetwin.contract.cache_formats import FORMATS
 
 NO_RUN = "*No run is recorded yet.*"
 
 
 def cache_format_table(record: Path | None = None) -> str:
-    """Return the error of attention, the perplexity and the needle of each format."""
-    path = DATA / "cache_formats.jsonl" if record is None else record
-    if not path.exists():
+    """Return the error of attention, the perplexity and the needle of each format.
+
+    Args:
+        record: Optional. Folder of the record. If None, that of the pages.
+    """
+    rows = read_rows("cache_formats", record or DATA)
+    if not rows:
         return NO_RUN
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows.sort(key=lambda row: [*FORMATS].index(row["format"]))
     found = [
         "| format | bytes per slot and head of 128 | error of attention, mean of the layers"
         " | largest | perplexity | weight of a needle |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for line in lines:
+    for line in rows:
         found.append(
             f"| `{line['format']}` | {line['bytes']} | {line['error']:.2%} |"
             f" {line['largest_error']:.2%} | {line['perplexity']:.2f} |"

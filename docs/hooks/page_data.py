@@ -135,6 +135,7 @@ DOCUMENTS = {
 KINDS = {
     "bench": Kind(page_rows.bench, ("device", "name")),
     "bench_extended": Kind(page_rows.bench_extended, ("device", "name")),
+    "cache_formats": Kind(lines_of, ("format",)),
     "cpu_versions": Kind(
         page_rows.compared, ("vllm", "model", "dtype", "implementation")
     ),

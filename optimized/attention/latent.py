@@ -46,6 +46,7 @@ from ...validation.latent import (
     check_latent_prefill_attention,
 )
 from ...validation.latent_cache import check_gather_latent_cache
+from ..dispatch.dispatch import reject_compute_dtype
 from ..kernels.fp8 import scale_arguments
 from ..kernels.kv_cache import as_bits
 from ..kernels.latent_cache import (
@@ -55,7 +56,7 @@ from ..kernels.latent_cache import (
     grid,
     write_latents_kernel,
 )
-from ..kernels.latent_records.attend import attend_to_records, check_record_call
+from ..kernels.latent_records.attend import attend_to_records, check_record_queries
 from ..kernels.latent_records.launch import (
     gather_latents,
     gather_records,
@@ -188,7 +189,9 @@ def latent_decode_attention(
     form = find_latent_format(kv_cache)
     width, rank = w_uk.shape[2] + q_pe.shape[2], w_uk.shape[2]
     if form is not None:
-        check_record_call(q_nope, compute_dtype)
+        if compute_dtype != torch.float32:
+            reject_compute_dtype(compute_dtype)
+        check_record_queries(q_nope)
     if out is None:
         out = q_nope.new_empty(tokens, heads, w_uv.shape[2])
     # step: project the queries into the latent space

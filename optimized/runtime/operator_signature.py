@@ -70,6 +70,10 @@ def output_parameters(out: Sequence[str]) -> list[inspect.Parameter]:
     ]
 
 
+STORED = {"key_elements": "head_size", "value_elements": "value_head_size"}
+"""Axis of a cache -> that of the keys or values that are read from it."""
+
+
 class Results:
     """Makes an operation's results, without contents, from the names of the axes."""
 
@@ -113,8 +117,9 @@ class Results:
                 )
             codes = 1 if is_stored else CODES_PER_ELEMENT.get(given[name].dtype, 1)
             for axis, size in zip(axes, shape, strict=True):
-                has_codes = axis.endswith("head_size")
-                sizes.setdefault(axis, size * codes if has_codes else size)
+                sizes.setdefault(axis, size)
+                if axis in STORED:
+                    sizes.setdefault(STORED[axis], size * codes)
         made = []
         for axes, name, only in self.results:
             dtype = only or given.get("dtype") or given[name].dtype

@@ -12,6 +12,7 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
 | value_head_size | elements of one head's value; may differ from those of its key |
+| key_elements, value_elements | those of a cache: half of the numbers if a byte holds two codes |
 | latent_width | kv_lora_rank + qk_rope_head_dim, or bytes per record: last axis of a latent cache |
 | ... | one number for all, one per kv head, or one per slot and kv head |
 | *any | axes of any number and size |
@@ -23,15 +24,15 @@ from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
 KVCache = Float[Tensor, "2 num_blocks block_size kv_heads head_size"]
-LayerKVCache = Float[Tensor, "2 _ block_size kv_heads head_size"]
-SourceKVCache = Float[Tensor, "2 source_blocks block_size kv_heads head_size"]
-DestinationKVCache = Float[Tensor, "2 destination_blocks block_size kv_heads head_size"]
+LayerKVCache = Real[Tensor, "2 _ block_size kv_heads head_size"]
+SourceKVCache = Real[Tensor, "2 source_blocks block_size kv_heads head_size"]
+DestinationKVCache = Real[Tensor, "2 destination_blocks block_size kv_heads head_size"]
 LayeredKVCache = Float[Tensor, "layers 2 num_blocks block_size kv_heads head_size"]
 PackedKVCache = Float[Tensor, "2 num_blocks block_elements"]
 PackedKeyCache = Float[Tensor, "num_blocks kv_heads parts block_size part"]
 PackedValueCache = Float[Tensor, "num_blocks kv_heads head_size block_size"]
-KeyCache = Real[Tensor, "num_blocks block_size kv_heads head_size"]
-ValueCache = Real[Tensor, "num_blocks block_size kv_heads value_head_size"]
+KeyCache = Real[Tensor, "num_blocks block_size kv_heads key_elements"]
+ValueCache = Real[Tensor, "num_blocks block_size kv_heads value_elements"]
 
 Query = Float[Tensor, "tokens query_heads head_size"]
 Key = Real[Tensor, "tokens kv_heads head_size"]

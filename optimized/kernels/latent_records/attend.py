@@ -1,14 +1,12 @@
 """Launches of attention over records: tiles, splits and workspace. The host reads no lengths."""
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ....contract.latent_formats import LatentFormat
-from ...dispatch.dispatch import reject_compute_dtype
+from ...runtime.chip import count_processors
 from ...runtime.launcher import INTERPRETED, launch_kernel, must_widen
 from ..fp8 import has_native_fp8
 from ..softmax import LOG2_E
@@ -29,14 +27,6 @@ TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float32: tl.float32,
 }
-
-
-@cache
-def count_processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; 4 in the interpreter, so that calls are split."""
-    if INTERPRETED:
-        return 4
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def choose_tiles(dtype: torch.dtype, is_split: bool) -> DecodeTiles:
@@ -147,10 +137,8 @@ def _results(out: Tensor, lse: Tensor | None) -> Results:
     return Results(out, lse, *out.stride()[:3], *strides)
 
 
-def check_record_call(q_nope: Tensor, compute_dtype: torch.dtype) -> None:
-    """Raise for dtypes that the kernels of records do not have."""
-    if compute_dtype != torch.float32:
-        reject_compute_dtype(compute_dtype)
+def check_record_queries(q_nope: Tensor) -> None:
+    """Raise for queries of a dtype that the kernels of records do not have."""
     if q_nope.dtype == torch.float64:
         raise NotImplementedError(
             "q_nope is torch.float64: expected float16, bfloat16 or float32; the reference"

@@ -1,6 +1,7 @@
 """What cache formats cost a small trained model: error of attention, perplexity, and a far needle.
 
-    python tests/gpu/serving/format_errors.py FOLDER >> docs/data/cache_formats.jsonl
+    python tests/gpu/serving/format_errors.py FOLDER > record.jsonl
+    python docs/hooks/page_data.py cache_formats record.jsonl --date DATE --commit COMMIT
 
 FOLDER is what `real_weights.py` has written. The model reads its page of text once in each format.
 Keys and values of every layer, in bfloat16, are stored and loaded by the reference's files of the
@@ -108,7 +109,9 @@ def main() -> None:
     folder = parser.parse_args().folder
     model, ids = load(folder), tokens(folder, "text")
     plain, calls = read_text(model, ids, None)
-    print(f"perplexity without a cache: {plain:.3f}", file=sys.stderr)
+    print(
+        f"{len(ids)} tokens, perplexity without a cache: {plain:.3f}", file=sys.stderr
+    )
     for form in FORMATS.values():
         errors = []
         for query, key, value, scale in calls:
@@ -122,10 +125,7 @@ def main() -> None:
             "error": round(sum(errors) / len(errors), 5),
             "largest_error": round(max(errors), 5),
             "perplexity": round(read_text(model, ids, form)[0], 3),
-            "plain_perplexity": round(plain, 3),
             "needle_weight": round(needle_weight(form), 5),
-            "tokens": len(ids),
-            "layers": len(errors),
         }
         print(json.dumps(line), flush=True)
 
