@@ -104,6 +104,8 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         # a call in a folded block is indented, and so is its result
         return textwrap.indent(shown, indent)
 
+    if call := re.search(r"^ *\{\{.*", CALL.sub("", markdown), re.M):
+        raise ValueError(f"{page.file.src_uri}: {call[0]} is no call of a macro")
     return CALL.sub(replaced, markdown)
 
 
