@@ -205,6 +205,8 @@ WRONG_WRITES: dict[str, Callable[[CodedCache], dict[str, Any]]] = {
     "codes for numbers": lambda cache: {
         "key": torch.ones(2, 2, 8, dtype=torch.int8, device=cache.key.device)
     },
+    "the name of another format": lambda cache: {"kv_cache_dtype": "fp8_e4m3"},
+    "a name that no format has": lambda cache: {"kv_cache_dtype": "int4"},
 }
 
 
