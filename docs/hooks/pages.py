@@ -105,7 +105,7 @@ def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
         return textwrap.indent(shown, indent)
 
     if call := re.search(r"^ *\{\{.*", CALL.sub("", markdown), re.M):
-        raise ValueError(f"{page.file.src_uri}: {call[0]} is no call of a macro")
+        raise ValueError(f"{page.file.src_uri}: {call[0]}: expected a call of a macro")
     return CALL.sub(replaced, markdown)
 
 
