@@ -92,7 +92,7 @@ them in each form are for `pytest -m slow`, too."""
 ALIKE = (
     *("same_addresses", "sum_of_queries", "reads_caller", "asks_logging"),
     *("replaces_clock", "changes_defaults", "changes_constants", "raises_outside"),
-    *("copies_reference", "static_output", "own_methods", "stale_plan", "last_output"),
+    *("stale_plan", "last_output"),
 )
 """Kinds whose symptom another kind has, or that `make test-long` tries in another form: for
 `pytest -m slow` alone."""

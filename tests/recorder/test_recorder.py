@@ -1,5 +1,6 @@
 """The recorder: planted bugs are found in their step, and clean engines raise nothing."""
 
+import inspect
 import logging
 import re
 import types
@@ -546,3 +547,12 @@ def test_ten_thousand_clean_steps_raise_nothing(tmp_path: Path) -> None:
     assert recorder.is_on and found(recorder) == []
     assert recorder.checked["steps"] == 10_000
     assert engine.preemptions > 1000
+
+
+def test_a_recorded_write_takes_every_argument_of_the_operation() -> None:
+    """A new argument of the operation once had no place in the recorded one."""
+    names = [
+        list(inspect.signature(write).parameters)
+        for write in (RecordedOperations.reshape_and_cache, REFERENCE.reshape_and_cache)
+    ]
+    assert names[0][1:] == names[1]

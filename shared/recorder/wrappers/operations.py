@@ -64,20 +64,23 @@ class RecordedOperations:
         slot_mapping: Tensor,
         k_scale: Tensor | float | None = None,
         v_scale: Tensor | float | None = None,
+        kv_cache_dtype: str | None = None,
     ) -> None:
         """Write each new token's key and value to its slot."""
+        named = {} if kv_cache_dtype is None else {"kv_cache_dtype": kv_cache_dtype}
         is_measured = find_format(key_cache.dtype, k_scale).is_measured
         if is_measured or not self.recorder.wants_layers:
             self._write(
-                key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
-            )
+                key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
+                **named,
+            )  # fmt: skip
             return
         scales = {
             name: scale
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
             if scale is not None
         }
-        self._write(key, value, key_cache, value_cache, slot_mapping, **scales)
+        self._write(key, value, key_cache, value_cache, slot_mapping, **scales, **named)
         self.recorder.wrote(
             self._name(key_cache), key, value, key_cache, value_cache, scales
         )

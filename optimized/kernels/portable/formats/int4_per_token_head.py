@@ -8,6 +8,7 @@ zero point is in the last four bits of the scale, which is applied as in `token_
 import triton
 import triton.language as tl
 
+from .fp8 import fit_float16
 from .token_scales import SMALLEST_SCALE
 
 SIGNS = tl.constexpr(
@@ -175,11 +176,8 @@ def rotate_queries(q, qk_scale, SIZE: tl.constexpr):
     low = ()
     qk_scale *= inverse
     if q.dtype != tl.float32:
-        largest = tl.max(tl.abs(rotated), 1)
-        power = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 2.0**-100))))
-        rotated = rotated / power[:, None]
-        high = rotated.to(tl.float16)
-        low = (rotated - high.to(tl.float32)).to(tl.float16)
+        high, power = fit_float16(rotated)
+        low = (rotated / power[:, None] - high.to(tl.float32)).to(tl.float16)
         rotated = high
         qk_scale = (qk_scale * power)[:, None]
     return rotated, low, qk_scale
