@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from ...engine.kept_memory import make_kept
 from ...engine.rank_waits import wait_for_ranks
 from ..runtime.launcher import bound_kernel_loads
 
@@ -43,5 +44,5 @@ class RankBuffers:
                 return buffer[:elements].view(shape)
         wait_for_ranks("a buffer is allocated")
         size = max(elements, 2 * len(kept[-1])) if kept else elements
-        kept.append(like.new_zeros(size, dtype=dtype))
+        kept += make_kept(lambda: (like.new_zeros(size, dtype=dtype),), like.device)
         return kept[-1][:elements].view(shape)

@@ -4,10 +4,10 @@ Programs that share a request's keys count how many of them are done, and the la
 counter back to 0. So a counter is zeroed once and serves one launch after another, as long as no
 two launches that may run at the same time share it.
 
-**Streams.** Each stream has a workspace of its own: the launches of one stream run in order. The
-tensors are allocated on the stream that uses them. Torch's caching allocator gives a freed block
-only to later work of the same stream. So a workspace may be dropped while kernels still use it,
-from any thread, without waiting for the device.
+**Streams.** Each stream has a workspace of its own: the launches of one stream run in order. A kept
+workspace is outside of the caller's memory pools (engine/kept_memory.py). Torch's caching allocator
+gives its block to others only after the work that the stream has when it is freed. So a workspace
+may be dropped while kernels still use it, from any thread, without waiting for the device.
 
 **Threads.** Several threads may launch on one stream. A call that makes several launches holds the
 stream's lock meanwhile (`launch_lock`). Otherwise another call could write to the workspace between
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...engine.kept_memory import make_kept
 from ...engine.rank_waits import wait_for_ranks
 from .capture import find_capture_id
 from .launcher import RECORDING, current_stream, is_capturing, next_power_of_2
@@ -254,6 +255,11 @@ def _allocate(
     )
 
 
+def _make(device: torch.device, counters: int, numbers: int) -> tuple[Tensor, ...]:
+    """Return new tensors that are kept: zeros, and numbers of any content."""
+    return make_kept(lambda: _allocate(device, counters, numbers), device)
+
+
 def _grow(
     device: torch.device, index: int, stream: int, counters: int, numbers: int
 ) -> tuple[Tensor, Tensor]:
@@ -262,16 +268,16 @@ def _grow(
     with _lock:
         if index not in _arenas:
             # allocated here, because a capture cannot allocate outside its pool
-            _arenas[index] = _make_arena(device)
+            _arenas[index] = Arena(_make(device, ARENA_COUNTERS, 0)[0])
         kept = _streams.get((index, stream))
         if kept is None:
             while len(_streams) >= MAX_STREAMS:
                 del _streams[next(iter(_streams))]
-            kept = StreamWorkspace(*_allocate(device, NUM_COUNTERS, MIN_KEPT_NUMBERS))
+            kept = StreamWorkspace(*_make(device, NUM_COUNTERS, MIN_KEPT_NUMBERS))
             _streams[index, stream] = kept
         size = _kept_size(index, stream, numbers)
         if kept.num_numbers < numbers <= size:
-            larger = _allocate(device, 0, size)[1]
+            larger = _make(device, 0, size)[1]
             kept = _streams[index, stream] = StreamWorkspace(kept.counters, larger)
         found = kept.counters, kept.numbers
     # what is too large to be kept returns to torch's allocator after the launch
@@ -280,19 +286,6 @@ def _grow(
     if numbers > kept.num_numbers:
         found = found[0], _allocate(device, 0, numbers)[1]
     return found
-
-
-def _make_arena(device: torch.device) -> Arena:
-    """Return the counters of graphs, which may be replayed on any stream.
-
-    They are zeroed on a stream of their own, so the host waits for nothing else: another stream may
-    run a collective that another rank has left out.
-    """
-    own = torch.cuda.Stream(device)
-    with torch.cuda.stream(own):
-        counters = _allocate(device, ARENA_COUNTERS, 0)[0]
-    own.synchronize()
-    return Arena(counters)
 
 
 def _kept_size(index: int, stream: int, numbers: int) -> int:

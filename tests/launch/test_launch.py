@@ -2,9 +2,7 @@
 
 import ast
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -467,7 +465,6 @@ def test_tensor_maps_follow_the_number_of_ragged_keys() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Return the state of a pretended GPU: its current stream, and whether that is captured."""
     state: dict[str, Any] = {"stream": 1, "capture": None, "allocated": []}
-    stream = SimpleNamespace(synchronize=lambda: None)
 
     def allocate(
         device: torch.device, counters: int, numbers: int
@@ -478,9 +475,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(workspace, "_allocate", allocate)
     monkeypatch.setattr(workspace, "current_stream", lambda index: state["stream"])
     monkeypatch.setattr(workspace, "is_capturing", lambda: state["capture"] is not None)
-    # a stream of its own zeroes the counters of graphs
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(workspace, "make_kept", lambda make, device: make())
     monkeypatch.setattr(workspace, "find_capture_id", lambda stream: state["capture"])
     for name in ("_streams", "_arenas", "_captures"):
         monkeypatch.setattr(workspace, name, {})

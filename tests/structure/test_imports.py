@@ -104,6 +104,7 @@ LARGE_FOLDERS = {
     "shared/conformance/cases": "one file per kind of case",
     "shared/conformance/laws": "one file per subject of laws",
     "shared/contract": "one file per family of classes",
+    "shared/engine": "the layer and its backends, and what ranks and devices need",
     "shared/examples": "one file per concept",
     "shared/examples/ladder": "one file per rung",
     "shared/gluon_interpreter": "one file per part of a program",

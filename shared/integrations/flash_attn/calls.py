@@ -16,6 +16,7 @@ from torch._C import _len_torch_dispatch_stack as count_modes
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.operations import Implementation
+from ...engine.kept_memory import make_kept
 from ...validation.flash_attn import (
     check_axes,
     check_cache_call,
@@ -498,7 +499,9 @@ def _make(kind: str, batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
 
 
-_kept = lru_cache(maxsize=256)(_make)
+@lru_cache(maxsize=256)
+def _kept(kind: str, batch: int, length: int, device: torch.device) -> Tensor:
+    return make_kept(lambda: (_make(kind, batch, length, device),), device)[0]
 
 
 def _constant(kind: str, batch: int, length: int, device: torch.device) -> Tensor:
