@@ -7,8 +7,8 @@ To add kernels for a chip, write a `KernelFamily` (runtime/family.py) in a folde
 from ..kernels.portable.host.family import FAMILIES as PORTABLE_FAMILIES
 from ..kernels.sm90.append.family import FAMILY as SM90_APPEND
 from ..kernels.sm90.cascade.family import FAMILY as SM90_PREFIX
-from ..kernels.sm90.fp8_decode.family import FAMILY as SM90_FP8_DECODE
-from ..kernels.sm90.fp8_prefill.family import FAMILY as SM90_FP8_PREFILL
+from ..kernels.sm90.code_decode.family import FAMILY as SM90_CODE_DECODE
+from ..kernels.sm90.code_prefill.family import FAMILY as SM90_CODE_PREFILL
 from ..kernels.sm90.invariant.family import FAMILY as SM90_INVARIANT
 from ..kernels.sm90.latent.family import FAMILY as SM90_LATENT
 from ..kernels.sm90.prefill.family import FAMILY as SM90_PREFILL
@@ -18,9 +18,9 @@ FAMILIES: tuple[KernelFamily, ...] = (
     SM90_LATENT,
     SM90_INVARIANT,
     SM90_APPEND,
-    SM90_FP8_DECODE,
+    SM90_CODE_DECODE,
     SM90_PREFILL,
-    SM90_FP8_PREFILL,
+    SM90_CODE_PREFILL,
     SM90_PREFIX,
     *PORTABLE_FAMILIES,
 )

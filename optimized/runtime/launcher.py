@@ -185,6 +185,7 @@ class Launcher:
         encodes_maps: whether tensor maps have boxes that Triton does not encode. All launches are
             driver launches then, and `load` must have returned True before each of them. The kernel
             must not be specialized on the alignment of pointers.
+        registers: Optional. Registers of a thread, at most. If None, the compiler decides.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class Launcher:
         groups: tuple[Any, Any] | None = None,
         is_dependent: bool = False,
         encodes_maps: bool = False,
+        registers: int | None = None,
     ) -> None:
         self._kernel = kernel
         self._lower = lower
@@ -206,6 +208,8 @@ class Launcher:
         self._chosen = {"num_warps": num_warps, "num_stages": num_stages}
         if is_dependent:
             self._chosen["launch_pdl"] = True
+        if registers is not None:
+            self._chosen["maxnreg"] = registers
         self._rest: tuple[Any, ...] = ()
         self._compiled: Any = None
         self._direct: DirectLaunch | None = None

@@ -41,7 +41,7 @@ def inline_asm_elementwise(
         words = args[0].tensor
         pair = words.contiguous().view(torch.int16).view(*words.shape, 2)
         return Value(pair[..., 0], gl.int16), Value(pair[..., 1], gl.int16)
-    if asm.startswith("{ .reg") and re.search(r"\.e[45]m[23]x2", asm) and pack == 1:
+    if asm.startswith("{ .reg") and "=h" in constraints and pack == 1:
         return run_packed(asm, constraints, args, dtype)
     if asm.startswith("tanh.approx"):
         return of_tensor(torch.tanh(args[0].tensor))

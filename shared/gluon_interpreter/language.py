@@ -161,6 +161,7 @@ GL = Module(
     reshape=operations.reshape,
     join=operations.join,
     split=operations.split,
+    gather=operations.gather,
     convert_layout=operations.convert_layout,
     multiple_of=operations.multiple_of,
     where=operations.where,

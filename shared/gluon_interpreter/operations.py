@@ -169,6 +169,15 @@ def split(value: Value) -> tuple[Value, Value]:
     return Value(left, value.dtype), Value(right, value.dtype)
 
 
+def gather(source: Value, index: Value, axis: int) -> Value:
+    """Return the elements of each index along an axis."""
+    places = index.tensor.long()
+    size = source.tensor.shape[axis]
+    if not bool(((places >= 0) & (places < size)).all()):
+        raise InterpreterError(f"gl.gather of {size} elements: an index is past them")
+    return Value(source.tensor.gather(axis, places), source.dtype)
+
+
 def convert_layout(value: Value, layout: Any, assert_trivial: bool = False) -> Value:
     """Return the value: layouts of registers have no meaning here."""
     return value
@@ -178,8 +187,13 @@ def multiple_of(value: Value, numbers: Any) -> Value:
     """Return the value, after a check of what the kernel promises about it.
 
     Args:
-        numbers: per dimension. Of addresses rows of 16 bytes are checked, of integers all numbers.
+        numbers: per dimension. Of addresses one and rows of 16 bytes are checked, of integers all.
     """
+    if isinstance(value, Pointer) and isinstance(value.data, int):
+        place = value.memory.flat.data_ptr() + value.data * value.memory.flat.itemsize
+        if place % _largest(numbers):
+            raise InterpreterError("an address is not the multiple that was promised")
+        return value
     if isinstance(value, Pointer) and numbers in ([1, 16], [16], [1, 1, 16]):
         address = value.memory.flat.data_ptr() // value.memory.flat.element_size()
         first = value.data[..., 0] + address

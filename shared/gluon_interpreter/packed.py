@@ -1,12 +1,15 @@
-"""Assembly on words of packed numbers, run instruction by instruction: moves, permutations, FP8.
+"""Assembly on words of packed numbers, run instruction by instruction: moves, bits, float16, FP8.
 
 A register is an int64 tensor of the unsigned numbers that its bits are, one per element of a tile.
-Source: PTX ISA, the instructions mov (pack and unpack), prmt and cvt.
+Source: PTX ISA, the instructions mov (pack and unpack), prmt, and, or, xor, shl, shr, lop3, sub and
+fma on float16 in pairs, and cvt.
 """
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +17,61 @@ import torch
 from .values import TORCH_DTYPES, InterpreterError, Value
 
 FP8_KINDS = {"e4m3x2": torch.float8_e4m3fn, "e5m2x2": torch.float8_e5m2}
+
+
+def _select_bits(
+    one: torch.Tensor, two: torch.Tensor, three: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """Return the bits of a table of eight, of which three words choose one in each place."""
+    result = torch.zeros_like(one)
+    for number in range(8):
+        if int(table) >> number & 1:
+            chosen = torch.full_like(one, 0xFFFFFFFF)
+            for word, bit in ((one, 4), (two, 2), (three, 1)):
+                chosen = chosen & (word if number & bit else ~word)
+            result = result | chosen
+    return result
+
+
+def _halves(word: torch.Tensor) -> list[torch.Tensor]:
+    """Return the two float16 numbers of words in float64."""
+    parts = [(word >> shift & 0xFFFF).to(torch.int16) for shift in (0, 16)]
+    return [part.view(torch.float16).double() for part in parts]
+
+
+def _pack_halves(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return the words of two numbers, each rounded to float16 once."""
+    bits = [
+        half.to(torch.float16).view(torch.int16).to(torch.int64) & 0xFFFF
+        for half in torch.broadcast_tensors(low, high)
+    ]
+    return bits[0] | bits[1] << 16
+
+
+def _subtract(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+    pairs = zip(_halves(one), _halves(two), strict=True)
+    return _pack_halves(*(left - right for left, right in pairs))
+
+
+def _multiply_add(
+    one: torch.Tensor, two: torch.Tensor, three: torch.Tensor
+) -> torch.Tensor:
+    parts = zip(_halves(one), _halves(two), _halves(three), strict=True)
+    return _pack_halves(*(left * right + rest for left, right, rest in parts))
+
+
+OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "mov.b32": lambda word: word,
+    "and.b32": operator.and_,
+    "or.b32": operator.or_,
+    "xor.b32": operator.xor,
+    "shl.b32": operator.lshift,
+    "shr.u32": operator.rshift,
+    "lop3.b32": _select_bits,
+    "sub.f16x2": _subtract,
+    "fma.rn.f16x2": _multiply_add,
+}
+"""Instructions of one result, by what they compute."""
 
 
 def run_packed(asm: str, constraints: str, args: list[Value], dtype: Any) -> Any:
@@ -47,6 +105,8 @@ def run_packed(asm: str, constraints: str, args: list[Value], dtype: Any) -> Any
 
 
 def _read(registers: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    if re.fullmatch(r"0x[0-9A-F]+|\d+", name):
+        return torch.tensor(int(name, 0))
     if name not in registers:
         raise InterpreterError(f"assembly reads {name}, which has no value")
     return registers[name]
@@ -58,6 +118,11 @@ def _run_instruction(text: str, registers: dict[str, torch.Tensor]) -> None:
     if unpack:
         word = _read(registers, unpack[3])
         registers[unpack[1]], registers[unpack[2]] = word & 0xFFFF, word >> 16
+        return
+    simple = re.fullmatch(r"(\w+(?:\.\w+)*) (\S+?), (.*)", text)
+    if simple and simple[1] in OPERATIONS:
+        given = [_read(registers, name) for name in simple[3].split(", ")]
+        registers[simple[2]] = OPERATIONS[simple[1]](*given) & 0xFFFFFFFF
         return
     permute = re.fullmatch(r"prmt\.b32 (\S+), (\S+), (\S+), 0x([0-7]{4})", text)
     if permute:

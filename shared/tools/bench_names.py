@@ -14,6 +14,7 @@ from .arguments import nearest
 SUITES = {
     "standard": ("workloads.json",),
     "extended": ("extended.json",),
+    "formats": ("formats.json",),
     "all": ("workloads.json", "extended.json"),
 }
 """Files of each suite of workloads."""

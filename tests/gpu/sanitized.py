@@ -24,8 +24,8 @@ from pagetwin.optimized.attention import cascade as cascade_attention
 from pagetwin.optimized.attention import paged as paged_attention
 from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.cascade import family as prefix
-from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
-from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from pagetwin.optimized.kernels.sm90.code_decode import family as code_decode
+from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
 from pagetwin.optimized.kernels.sm90.prefill import family as sm90
@@ -230,8 +230,8 @@ GROUPS = {
             Batch([130, 1], [260, 90], **FP8, head_size=64, dtype=torch.float16),
         ),
         (
-            "sm90.fp8_decode.kernel.fp8_decode_kernel",
-            "sm90.fp8_prefill.kernel.upcast_kernel",
+            "sm90.code_decode.kernel.code_decode_kernel",
+            "sm90.code_prefill.kernel.upcast_kernel",
             "sm90.prefill.kernel.prefill_kernel",
         ),
     ),
@@ -252,7 +252,7 @@ GROUPS = {
     ),
 }
 """The groups by name."""
-FAMILIES = (sm90, append, prefix, fp8_decode, fp8_prefill, invariant, latent)
+FAMILIES = (sm90, append, prefix, code_decode, code_prefill, invariant, latent)
 """The kernels for Hopper, by what selects them."""
 
 

@@ -120,7 +120,14 @@ def name_plans() -> None:
 def main(chip: int) -> None:
     """Print the kernels of every workload that is not a cache write."""
     pretend(chip, [])
-    folders = ("append", "latent", "invariant", "fp8_decode", "fp8_prefill", "cascade")
+    folders = (
+        "append",
+        "latent",
+        "invariant",
+        "code_decode",
+        "code_prefill",
+        "cascade",
+    )
     for folder in ("prefill", *folders):
         family = import_module(f"pagetwin.optimized.kernels.sm90.{folder}.family")
         family.is_hopper = lambda device: chip == 90

@@ -14,8 +14,8 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch.checks import check_encoder_call, check_paged_call
 from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.cascade import family as cascade
-from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
-from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from pagetwin.optimized.kernels.sm90.code_decode import family as code_decode
+from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
 from pagetwin.optimized.kernels.sm90.prefill import family as prefill
@@ -51,8 +51,8 @@ SCALED = {"k_scale": 0.5, "v_scale": 2.0}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefill": (prefill, {}),
     "prefill of ragged keys": (prefill, {"is_paged": False}),
-    "FP8 prefill": (fp8_prefill, {"dtype": FP8, "options": SCALED}),
-    "FP8 decode": (fp8_decode, {"dtype": FP8, "options": SCALED}),
+    "FP8 prefill": (code_prefill, {"dtype": FP8, "options": SCALED}),
+    "FP8 decode": (code_decode, {"dtype": FP8, "options": SCALED}),
     "append": (append, {}),
     "invariant": (invariant, {"options": {"batch_invariant": True}}),
     "cascade": (cascade, {"options": {"causal": False}}),
@@ -62,11 +62,11 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    modules = (prefill, fp8_prefill, fp8_decode, append, invariant, cascade, latent)
+    modules = (prefill, code_prefill, code_decode, append, invariant, cascade, latent)
     for module in modules:
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
     # whatever the number of KV tiles
-    monkeypatch.setattr(fp8_decode.Fp8DecodePlan, "is_few", lambda *_: False)
+    monkeypatch.setattr(code_decode.CodeDecodePlan, "is_few", lambda *_: False)
     yield
 
 
@@ -228,9 +228,9 @@ ACCEPTED = {
         OF_CALL | RAGGED | SLOTS | shapes("slots", 8, 24) | LARGE_GROUPS | MASKS | SCORES
         | MAY_BE_CAUSAL | VARIES | WIDE
     ),
-    # the cache is converted by a kernel that loads single elements of any strides
+    # the cache is converted by a kernel that loads single elements of any strides and addresses
     "FP8 prefill": (
-        OF_CALL | OF_TABLE | strides("block_table", 1)
+        begins("key value cache", 1, 8) | OF_CALL | OF_TABLE | strides("block_table", 1)
         | {stride for axis in range(4) for stride in strides("key value cache", axis)}
         | SLOTS | shapes("slots", 8, 24) | {"cache has 1 more in axis 1"} | IS_E5M2
         | shapes("padding", 4)

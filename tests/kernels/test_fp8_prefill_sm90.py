@@ -10,8 +10,8 @@ from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
 from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch.choice import make_attention_plan
-from pagetwin.optimized.kernels.sm90.fp8_prefill import family
-from pagetwin.optimized.kernels.sm90.fp8_prefill.kernel import BLOCK
+from pagetwin.optimized.kernels.sm90.code_prefill import family
+from pagetwin.optimized.kernels.sm90.code_prefill.kernel import BLOCK
 from pagetwin.optimized.runtime.cost_constants import DECODE_BYTES_PER_US
 from pagetwin.optimized.runtime.cost_layer import BatchBounds, Layer
 from support.compile_fp8_decode_sm90 import E4M3, E5M2
@@ -65,7 +65,8 @@ def test_the_conversion_keeps_every_number_that_a_query_attends_to(
     call = to_call(batch, options, *batch.fresh())
     launch_plan = family.plan(call)
     short_rows = 40
-    converted, _, scales = launch_plan.convert(call, short_rows)
+    converted, _, scales, factors = launch_plan.convert(call, short_rows)
+    assert factors is None
     for found, scale in zip(scales, (options.k_scale, options.v_scale), strict=True):
         assert isinstance(scale, Tensor)
         assert same_bits(found, scale.repeat_interleave(4))
@@ -239,7 +240,7 @@ def test_short_and_long_requests_of_a_batch_are_both_computed(reference: Twin) -
     out, lse = batch.fresh()
     call = to_call(batch, options, out, lse)
     planned = make_attention_plan(call)
-    assert isinstance(planned.prefills[0], family.Fp8PrefillPlan)
+    assert isinstance(planned.prefills[0], family.CodePrefillPlan)
     bounds = BatchBounds(4, 1106, 1100, 1300)
     plans = planned.every[0], planned.decodes[0], planned.prefills[0]
     assert planned.choose(*plans, bounds) is None

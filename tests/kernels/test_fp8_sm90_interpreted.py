@@ -14,12 +14,7 @@ from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.operations import multiple_of
 from pagetwin.gluon_interpreter.packed import run_packed
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value
-from pagetwin.optimized.kernels.sm90.fp8_decode.operands import (
-    DECODE_E4M3,
-    DECODE_E5M2,
-    k_code,
-    v_code,
-)
+from pagetwin.optimized.kernels.sm90.code_decode.codes import k_code, v_code
 from support.compile_fp8_decode_sm90 import E4M3, E5M2
 from support.hopper_fp8 import (
     CASES,
@@ -47,7 +42,7 @@ def test_every_row_is_within_its_error_budget(
     with pretend_fp8_hopper(monkeypatch) as launches:
         check(CASES[name], reference)
     prefill = ["upcast_kernel", "prefill_kernel"] if CASES[name].is_prefill else []
-    assert launches.made == ["fp8_decode_kernel", *prefill]
+    assert launches.made == ["code_decode_kernel", *prefill]
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -76,7 +71,7 @@ def test_a_call_of_the_twin_is_computed_by_the_fp8_kernels_for_hopper(
         out = TWINS["optimized"].raw.paged_attention(
             **batch.arguments(), options=options
         )
-    assert launches.made == ["fp8_decode_kernel", "upcast_kernel", "prefill_kernel"]
+    assert launches.made == ["code_decode_kernel", "upcast_kernel", "prefill_kernel"]
     right = reference.paged_attention(
         **batch.arguments(), options=options, compute_dtype=torch.float64
     )
@@ -99,10 +94,14 @@ def test_a_fault_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "instruction"), [(E4M3, DECODE_E4M3.value), (E5M2, DECODE_E5M2.value)]
-)
+    ("dtype", "name"),
+    [
+        (E4M3, "fp8_e4m3"), (E5M2, "fp8_e5m2"), (E4M3, "fp8_per_token_head"),
+        (torch.int8, "int8_per_token_head"),
+    ],
+)  # fmt: skip
 def test_the_assembly_decodes_every_code_to_its_number(
-    dtype: torch.dtype, instruction: str
+    dtype: torch.dtype, name: str
 ) -> None:
     """Word i has the codes i, i + 1, i + 2, i + 3; the second key's those that follow."""
     codes = torch.arange(256)[:, None] + torch.arange(8)
@@ -114,14 +113,46 @@ def test_the_assembly_decodes_every_code_to_its_number(
         Value(words.tensor[:, 1], gl.int32),
     )
     kinds = (gl.float16,) * 8
-    of_key = run_packed(k_code.fn(instruction), "=h,=h,=h,=h,r", [first], kinds[:4])
+    of_key = run_packed(k_code.fn(name), "=h,=h,=h,=h,r", [first], kinds[:4])
     for i, found in enumerate(of_key):
-        assert same_bits(found.tensor, numbers[:, i])
+        if dtype == torch.int8:
+            # a level is the number plus 128, in the bits of a subnormal number
+            level = found.tensor.view(torch.int16)
+            assert torch.equal(level, numbers[:, i % 2 * 2 + i // 2].short() + 128)
+        else:
+            assert same_bits(found.tensor, numbers[:, i])
     pairs = run_packed(
-        v_code.fn(instruction), "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second], kinds
+        v_code.fn(name), "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [first, second], kinds
     )
     for i, found in enumerate(pairs):
         assert same_bits(found.tensor, numbers[:, i // 2 + i % 2 * 4])
+
+
+def test_the_assembly_decodes_every_level_less_every_zero_point() -> None:
+    """Key i has eight levels from i on, and the zero point i; the other key's follow by 3."""
+    levels = (torch.arange(16)[:, None] + torch.arange(8)) % 16
+    others = (levels + 3) % 16
+    first, second = (
+        Value((rows << (4 * torch.arange(8))).sum(1).to(torch.int32), gl.int32)
+        for rows in (levels, others)
+    )
+    zeros = torch.arange(16)
+    of_key = run_packed(
+        k_code.fn("int4_per_token_head"), "=h,=h,=h,=h,=h,=h,=h,=h,r", [first],
+        (gl.float16,) * 8,
+    )  # fmt: skip
+    for i, found in enumerate(of_key):
+        code = i // 2 + i % 2 * 4
+        right = levels[:, code] * (16 if code % 2 else 1)
+        assert torch.equal(found.tensor.view(torch.int16), right.short())
+    pair = Value((zeros | (zeros.flip(0) << 16)).to(torch.int32), gl.int32)
+    of_values = run_packed(
+        v_code.fn("int4_per_token_head"), ",".join(["=h"] * 16 + ["r"] * 3),
+        [first, second, pair], (gl.float16,) * 16,
+    )  # fmt: skip
+    for i, found in enumerate(of_values):
+        rows, zero = (others, zeros.flip(0)) if i % 2 else (levels, zeros)
+        assert torch.equal(found.tensor, (rows[:, i // 2] - zero).half())
 
 
 def test_assembly_that_is_not_known_is_not_guessed() -> None:

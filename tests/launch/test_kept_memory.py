@@ -44,24 +44,14 @@ def buffers_of_ranks() -> Iterator[Tensor]:
         for kept in (workspace_of_a_new_stream, constants, buffers_of_ranks)
     ],
 )
-@pytest.mark.parametrize("by_stream", [False, True])
 def test_a_call_in_a_pool_keeps_nothing_there(
-    kept: Callable[[], Iterator[Tensor]], by_stream: bool
+    kept: Callable[[], Iterator[Tensor]],
 ) -> None:
     """A first call in the warm-up of graphs made constants that later replays overwrote."""
     pool = torch.cuda.MemPool()
-    device = torch.cuda.current_device()
-    if by_stream:
-        # as the warm-up of a compiled function
-        torch._C._cuda_beginAllocateCurrentStreamToPool(device, pool.id)
-    else:
-        torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool.id)
-    try:
+    with torch.cuda.use_mem_pool(pool):
         seen = torch.empty(1 << 21, device=GPU)
         found = list(kept())
-    finally:
-        torch._C._cuda_endAllocateToPool(device, pool.id)
-        torch._C._cuda_releasePool(device, pool.id)
     segments = [
         (segment["address"], segment["address"] + segment["total_size"])
         for segment in pool.snapshot()

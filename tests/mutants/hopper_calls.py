@@ -51,7 +51,7 @@ CALLS = {
     for name, case in hopper.CASES.items()
 } | {
     f"FP8, {name}": Call(
-        "fp8_prefill" if case.is_prefill else "fp8_decode",
+        "code_prefill" if case.is_prefill else "code_decode",
         size_of(case.plan),
         partial(_check, hopper_fp8.pretend_fp8_hopper, hopper_fp8.check, case),
     )
@@ -61,7 +61,7 @@ for _words, _check_calls in hopper_fp8_checks.CHECKS.items():
     _is_prefill = "prefill" in _words or "converted alike" in _words
     if str(hopper_fp8.E5M2) not in _words:
         CALLS[f"FP8, {_words}"] = Call(
-            "fp8_prefill" if _is_prefill else "fp8_decode",
+            "code_prefill" if _is_prefill else "code_decode",
             1 << 20,
             partial(_run_check, _check_calls),
         )

@@ -48,7 +48,7 @@ USERS: dict[str, list[str]] = {
     "common": [],
     "prefill": [],
     "invariant": ["invariant", "append"],
-    "fp8_decode": ["fp8_decode", "fp8_prefill"],
+    "code_decode": ["code_decode", "code_prefill"],
 }
 """Families that run the files of a folder, if not its own alone; all if the list is empty."""
 CPU_SECONDS = 60

@@ -1,4 +1,4 @@
-"""Compilation of the Hopper FP8 decode kernel on any machine, with the assembler's report.
+"""Compilation of the Hopper decode kernel for codes on any machine, with the assembler's report.
 
     PYTHONPATH=tests python tests/support/compile_fp8_decode_sm90.py [NUMBER ...]
 
@@ -14,21 +14,18 @@ if __name__ == "__main__":
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
-from pagetwin.optimized.kernels.sm90.fp8_decode import family
+from pagetwin.optimized.kernels.sm90.code_decode import family
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from support import compile_kernels
-from support.compile_prefill_sm90 import BF16, FP16, NAMES, TOOLS, compile_source
+from support.compile_prefill_sm90 import BF16, FP16, NAMES, compile_source
 
 E4M3, E5M2 = TENSOR_SCALE_DTYPES
 COUNTED = ("HMMA", "LDG", "LDS", "STS", "BAR", "LDL", "STL")
@@ -53,7 +50,10 @@ class Case(NamedTuple):
     options: Mapping[str, Any]
 
     def __str__(self) -> str:
-        words = [NAMES[self.dtype], str(self.cache_dtype).removeprefix("torch.float8_")]
+        words = [
+            NAMES[self.dtype],
+            str(self.cache_dtype).removeprefix("torch.").removeprefix("float8_"),
+        ]
         words += [str(self.head_size), f"{self.reqs} x {self.query_len}"]
         return " ".join(words + [name for name in self.options])
 
@@ -62,11 +62,15 @@ CASES = [
     Case(BF16, E4M3, 128, 1, 64, 4096, {}),
     Case(FP16, E5M2, 64, 4, 64, 512, {"sliding_window": 100, "sinks": True}),
     Case(BF16, E4M3, 128, 4, 300, 512, {"logits_soft_cap": 30.0}),
+    Case(BF16, torch.int8, 128, 1, 64, 4096, {}),
+    Case(BF16, torch.uint8, 128, 1, 64, 4096, {}),
     # the cases above are compiled in every test run
     Case(BF16, E5M2, 128, 1, 64, 4096, {"attention_chunk_size": 300}),
     Case(BF16, E4M3, 64, 1, 64, 4096, {}),
+    Case(FP16, torch.int8, 64, 4, 64, 512, {"sliding_window": 100, "sinks": True}),
+    Case(FP16, torch.uint8, 64, 4, 64, 512, {"logits_soft_cap": 30.0}),
 ]
-EVERY_DAY = 3
+EVERY_DAY = 5
 
 
 def record(case: Case) -> tuple[Any, dict[str, Any], dict[str, int]]:
@@ -76,6 +80,9 @@ def record(case: Case) -> tuple[Any, dict[str, Any], dict[str, int]]:
     family.is_hopper = lambda device: True  # type: ignore[assignment]
     GluonJITFunction.run = compile_kernels.JITFunction.run
     options = {"sinks": torch.ones(32)} if "sinks" in case.options else {}
+    scales: dict[str, Any] = {"k_scale": torch.ones(8), "v_scale": 0.5}
+    if case.cache_dtype not in TENSOR_SCALE_DTYPES:
+        scales = compile_kernels.slot_scales(-(-case.key_len // 16))
     compile_kernels.run_attention(
         case.query_len,
         case.key_len,
@@ -83,34 +90,20 @@ def record(case: Case) -> tuple[Any, dict[str, Any], dict[str, int]]:
         case.dtype,
         case.reqs,
         cache_dtype=case.cache_dtype,
-        k_scale=torch.ones(8),
-        v_scale=0.5,
+        **scales,
         **{**case.options, **options},
     )
     (launch,) = launches
-    assert launch[0] is family.fp8_decode_kernel, launch[0]
+    assert launch[0] is family.code_decode_kernel, launch[0]
     return launch  # type: ignore[no-any-return]
 
 
 def count_in_loop(cubin: bytes) -> dict[str, int]:
     """Return how many instructions of some kinds the loop over keys has."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "kernel.cubin"
-        file.write_bytes(cubin)
-        text = subprocess.run(
-            [str(TOOLS / "nvdisasm"), "-c", str(file)],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    # the loop has two basic blocks, one per product
     loop: Counter[str] = Counter()
-    for body in re.split(r"^\.L_x_\d+:$", text, flags=re.M):
-        found = Counter(
-            re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z0-9]+)", body, re.M)
-        )
-        if found["HMMA"]:
-            loop += found
+    for body in compile_kernels.loops_with_products(cubin):
+        words = [re.sub(r"^@!?U?P\d+ ", "", line) for line in body]
+        loop += Counter(re.split(r"[ .]", line)[0] for line in words)
     return {"instructions": loop.total(), **{name: loop[name] for name in COUNTED}}
 
 

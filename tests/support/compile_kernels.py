@@ -569,13 +569,8 @@ def dump(cubin: bytes, what: str) -> str:
         ).stdout
 
 
-def walk_over_keys(cubin: bytes) -> dict[str, int]:
-    """Return what the loops over keys do: the innermost loops with products of tiles.
-
-    Returns:
-        reloads: how often they go to the stack, for what was spilled.
-        copies: how many copies to shared memory each starts and does not wait for, at least.
-    """
+def loops_with_products(cubin: bytes) -> Iterator[list[str]]:
+    """Yield the instructions of the loops over keys: the innermost ones with products of tiles."""
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", dump(cubin, "-sass"))
     code = [(int(place, 16), words) for place, words in found]
     loops = []
@@ -583,15 +578,26 @@ def walk_over_keys(cubin: bytes) -> dict[str, int]:
         target = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", words)
         if target and int(target[1], 16) < place:
             loops.append((int(target[1], 16), place))
-    reloads = 0
-    copies = []
     for begin, end in loops:
         if any(begin <= a and b <= end and (a, b) != (begin, end) for a, b in loops):
             continue
         body = [words for place, words in code if begin <= place <= end]
         if any(re.search(r"\b[A-Z]*MMA", words) for words in body):
-            copies.append(sum("LDGSTS" in line for line in body))
-            reloads += sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
+            yield body
+
+
+def walk_over_keys(cubin: bytes) -> dict[str, int]:
+    """Return what the loops over keys do.
+
+    Returns:
+        reloads: how often they go to the stack, for what was spilled.
+        copies: how many copies to shared memory each starts and does not wait for, at least.
+    """
+    reloads = 0
+    copies = []
+    for body in loops_with_products(cubin):
+        copies.append(sum("LDGSTS" in line for line in body))
+        reloads += sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
     assert copies, "no loop with products was found"
     return {"reloads": reloads, "copies": min(copies)}
 

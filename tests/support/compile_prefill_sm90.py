@@ -74,6 +74,7 @@ class Case(NamedTuple):
         is_append: whether the call is an append with split keys.
         is_prefix: whether the call is over the prefix of a cascade.
         max_query_len: bound of the longest request.
+        has_factors: whether each key has a factor.
     """
 
     dtype: torch.dtype
@@ -88,6 +89,7 @@ class Case(NamedTuple):
     is_append: bool = False
     is_prefix: bool = False
     max_query_len: int = 156
+    has_factors: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -102,6 +104,7 @@ class Case(NamedTuple):
         words += ["append"] * self.is_append
         words += ["prefix"] if self.is_prefix else []
         words += ["few rows"] if self.max_query_len < 156 else []
+        words += ["factors"] if self.has_factors else []
         return ", ".join(words)
 
 
@@ -120,6 +123,7 @@ CASES = [
     Case(BF16, 128, 16, False, False, is_prefix=True),
     # 12 tokens of 5 heads, in 60 of 64 rows
     Case(BF16, 128, 16, True, True, group=5),
+    Case(BF16, 128, 128, True, False, has_factors=True),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -183,8 +187,11 @@ CASES = [
     ),
     Case(BF16, 192, 16, False, False, value_size=128, group=1, is_prefix=True),
     Case(BF16, 256, 256, False, False, group=2, is_prefix=True),
+    Case(BF16, 64, 128, True, True, has_factors=True),
+    Case(FP16, 256, 128, True, False, {"logits_soft_cap": 30.0}, has_factors=True),
+    Case(BF16, 128, 128, True, False, group=1, has_factors=True),
 ]
-EVERY_DAY = 13
+EVERY_DAY = 14
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -233,7 +240,8 @@ def record(case: Case) -> dict[str, Any]:
     elif case.is_append:
         append.plan(call).launch(call)
     else:
-        family.plan(call).launch_prefill(call, 16)
+        factors = torch.zeros(kv_heads, 2, 2 * block_size) if case.has_factors else None
+        family.plan(call).launch_prefill(call, 16, (None, None), factors)
     return launches[0]
 
 

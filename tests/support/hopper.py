@@ -34,7 +34,7 @@ from support.planted_keys import share_prefix
 from support.twins import TWINS
 
 FOLDERS = (
-    "prefill", "append", "cascade", "fp8_decode", "fp8_prefill", "invariant", "latent",
+    "prefill", "append", "cascade", "code_decode", "code_prefill", "invariant", "latent",
 )  # fmt: skip
 FAMILIES = {
     "prefill": prefill,

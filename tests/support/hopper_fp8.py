@@ -17,9 +17,9 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.gluon_interpreter.kernels import InterpretedLaunches as Interpreted
 from pagetwin.optimized.kernels.portable.host import launches
 from pagetwin.optimized.kernels.portable.host import make_launches as prepare
-from pagetwin.optimized.kernels.sm90.fp8_decode import family as fp8_decode
-from pagetwin.optimized.kernels.sm90.fp8_decode.family import BLOCK_M
-from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from pagetwin.optimized.kernels.sm90.code_decode import family as code_decode
+from pagetwin.optimized.kernels.sm90.code_decode.family import BLOCK_M
+from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
 from pagetwin.optimized.runtime.family import EVERYTHING
 from torch import Tensor
 
@@ -29,6 +29,8 @@ from support.hopper import COUNTERS, pretend_hopper
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN = float("nan")
+MIN_SEGMENT = 128
+"""Keys of a segment, at least: several tiles, so that it may go from one request to the next."""
 REQS_PER_PASS = (2, 4)
 """Requests that are counted at once: those of a small batch, and those of a pass over many."""
 
@@ -45,8 +47,9 @@ def pretend_fp8_hopper(
     # Triton's interpreter needs offsets of 64 bits and an output in float32, this one does not
     patch.setattr(prepare, "INTERPRETED", False)
     patch.setattr(prepare, "must_widen", lambda dtype: False)
-    patch.setattr(fp8_prefill, "has_native_fp8", lambda device: True)
+    patch.setattr(code_prefill, "has_native_fp8", lambda device: True)
     patch.setattr(launches, "REQS_PER_PASS", REQS_PER_PASS)
+    patch.setattr(launches, "MIN_SEGMENT", MIN_SEGMENT)
     with pretend_hopper(patch, seed, **options) as interpreted:
         yield interpreted
 
@@ -167,12 +170,12 @@ def launch(
     out, lse = batch.fresh()
     out = out.to(out_dtype or out.dtype)
     call = to_call(batch, options, out, lse if has_lse else None)
-    assert fp8_decode.supports(call)
+    assert code_decode.supports(call)
     # whatever `takes` says of few short requests, which have a portable kernel
-    fp8_decode.plan(call).launch(call, EVERYTHING)
+    code_decode.plan(call).launch(call, EVERYTHING)
     if is_prefill:
-        assert fp8_prefill.supports(call)
-        planned = fp8_prefill.plan(call)
+        assert code_prefill.supports(call)
+        planned = code_prefill.plan(call)
         assert planned.takes(call)
         planned.launch_prefill(call, BLOCK_M)
     for counters in COUNTERS:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.conformance.checks.dense import same_bits
-from pagetwin.optimized.kernels.sm90.fp8_prefill import family as fp8_prefill
+from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
 
 from support.fp8_calls import to_call
 from support.hopper_fp8 import (
@@ -119,7 +119,7 @@ def a_cache_with_a_stride_of_elements_is_converted_alike(
         for key in (batch.key_cache, wide.view(E4M3)[..., ::2]):
             out, lse = batch.fresh()
             call = to_call(replace(batch, key_cache=key), options, out, lse)
-            fp8_prefill.plan(call).launch_prefill(call, 0)
+            code_prefill.plan(call).launch_prefill(call, 0)
             results.append((out, lse))
     assert launches.made == ["upcast_kernel", "prefill_kernel"] * 2
     for one, other in zip(*results, strict=True):

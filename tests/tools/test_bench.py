@@ -270,12 +270,12 @@ def test_a_decode_of_the_hopper_fp8_kernel_is_not_named_portable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The kernel is launched by the portable plan, whose name the report gave it."""
-    from pagetwin.optimized.kernels.sm90.fp8_decode import family
+    from pagetwin.optimized.kernels.sm90.code_decode import family
     from pagetwin.optimized.runtime import launcher
 
     monkeypatch.setattr(launcher.Launcher, "__call__", lambda *_: None)
     # the smallest batches have a portable kernel
-    monkeypatch.setattr(family.Fp8DecodePlan, "takes", lambda *_: True)
+    monkeypatch.setattr(family.CodeDecodePlan, "takes", lambda *_: True)
     found = []
     for is_supported in (True, False):
         monkeypatch.setattr(family, "is_hopper", lambda _, it=is_supported: it)
@@ -285,7 +285,7 @@ def test_a_decode_of_the_hopper_fp8_kernel_is_not_named_portable(
         with library.watch() as names:
             prepared.call()
         found += names
-    assert found == ["sm90 FP8 decode", "portable decode"]
+    assert found == ["sm90 code decode", "portable decode"]
 
 
 def test_an_unknown_workload_is_answered_with_those_that_are_near() -> None:

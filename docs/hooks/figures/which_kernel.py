@@ -11,7 +11,7 @@ TREE: tuple[tuple[int, str, str], ...] = (
     (2, "latent decodes: sm90 latent", "b"),
     (2, "batch_invariant: sm90 invariant", "b"),
     (2, "all requests short", "off"),
-    (3, "sm90 FP8 decode", "b"),
+    (3, "sm90 code decode", "b"),
     (3, "portable decode", "a"),
     (2, "a long one: the shorter estimate", "off"),
     (3, "one launch for all requests", "off"),
@@ -19,7 +19,7 @@ TREE: tuple[tuple[int, str, str], ...] = (
     (4, "portable append", "a"),
     (3, "short ones as above, and long ones", "off"),
     (4, "sm90 prefill", "b"),
-    (4, "sm90 FP8 prefill", "b"),
+    (4, "sm90 code prefill", "b"),
     (4, "portable prefill", "a"),
 )
 """Depth, words and class of each node: a condition, a portable family or one for Hopper."""

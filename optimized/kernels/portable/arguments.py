@@ -122,6 +122,8 @@ class Config(NamedTuple):
             shared/contract/cache_formats.py.
         NATIVE_FP8: whether the chip decodes FP8 by an instruction.
         PIN_FP8_V: whether FP8 values are decoded before their layout changes.
+        ALIGNMENT: rows of keys and values begin at multiples of so many bytes if the caches do: 16,
+            8, 4, or 1 for any others.
         BLOCK_M, BLOCK_N: rows of a query tile, keys of a KV tile.
         MASK_ALL_TILES: whether one loop masks all KV tiles; otherwise fully visible tiles have a
             loop without masks.
@@ -144,6 +146,7 @@ class Config(NamedTuple):
     OUT_FORMAT: str
     NATIVE_FP8: bool
     PIN_FP8_V: bool
+    ALIGNMENT: int
     BLOCK_M: int
     BLOCK_N: int
     MASK_ALL_TILES: bool

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...contract.budgets import judge_rows
 from ...contract.operations import load_implementation
+from .coded_inputs import as_bytes, encode
 from .inputs import Inputs, fill_with_nan
 from .workloads import Workload
 
@@ -118,11 +119,7 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
     else:
         blocks = -(-visible // workload.block_size)
         own = inputs.block_table[req, :blocks].long()
-        # float32 holds the numbers of any cache exactly, an FP8 cache at scale 1 too
-        key, value = (
-            cache[own].to(torch.float32)
-            for cache in (inputs.key_cache, inputs.value_cache)
-        )
+        key, value = inputs.numbers(own, torch.float32)
         table = torch.arange(blocks, dtype=torch.int32, device=device)[None]
         length = torch.tensor([visible], dtype=torch.int32, device=device)
 
@@ -151,20 +148,35 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def check_write(inputs: Inputs, caches: tuple[Tensor, Tensor]) -> Finding:
-    """Return whether all bytes of two caches, which held NaN before the write, are right."""
-    for name, new, cache in zip(
-        ("key", "value"), (inputs.key, inputs.value), caches, strict=True
-    ):
-        right = torch.empty_like(cache)
-        fill_with_nan(right)
-        # bytes, because torch does not index FP8 tensors everywhere
-        slots = right.view(torch.uint8).flatten(0, 1)
-        slots[inputs.slot_mapping] = new.to(cache.dtype).view(torch.uint8)
-        wrong = (right.view(torch.uint8) != cache.view(torch.uint8)).flatten(2)
-        if bool(wrong.any()):
-            block, offset = wrong.any(2).nonzero()[0].tolist()
-            return Finding(
-                False, f"{name} at slot {block * cache.shape[1] + offset} is wrong"
-            )
+def check_write(inputs: Inputs) -> Finding:
+    """Return whether all bytes of the caches, which held NaN before the write, are right."""
+    caches = (inputs.key_cache, inputs.value_cache)
+    scales = (inputs.k_scale, inputs.v_scale)
+    given = zip(
+        ("key", "value"), (inputs.key, inputs.value), caches, scales, strict=True
+    )
+    for name, new, cache, scale in given:
+        right = [(torch.empty_like(cache), new.to(cache.dtype), cache)]
+        if scale is not None:
+            form = inputs.workload.form
+            assert form is not None
+            shape = (len(new), 1, new.shape[1])
+            codes = torch.empty_like(cache, memory_format=torch.contiguous_format)
+            made = codes.new_zeros(*shape, cache.shape[3])
+            measured = torch.zeros(shape, device=new.device)
+            encode(form, new[:, None], made, measured)
+            right = [
+                (codes, made[:, 0], cache),
+                (torch.empty(scale.shape, device=new.device), measured[:, 0], scale),
+            ]
+        for expected, stored, found in right:
+            fill_with_nan(expected)
+            slots = as_bytes(expected).flatten(0, 1)
+            slots[inputs.slot_mapping] = as_bytes(stored.contiguous())
+            wrong = as_bytes(expected) != as_bytes(found.contiguous())
+            if bool(wrong.any()):
+                block, offset = wrong.flatten(2).any(2).nonzero()[0].tolist()
+                return Finding(
+                    False, f"{name} at slot {block * cache.shape[1] + offset} is wrong"
+                )
     return Finding(True)

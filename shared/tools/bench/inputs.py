@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from .coded_inputs import decode, empty_coded, encode
 from .workloads import Workload
 
 SPARE_BLOCKS = 4
@@ -33,6 +34,8 @@ class Inputs:
         slot_mapping: [tokens] int64, of kind "write".
         sinks: Optional. [query_heads] float32, representable in `dtype`. If None, there are none.
         alibi_slopes: Optional. [query_heads] float32. If None, there are none.
+        k_scale, v_scale: Optional. [num_blocks, block_size, kv_heads] float32 of formats that
+            measure them. If None, an FP8 cache has the scale 1.
     """
 
     workload: Workload
@@ -47,6 +50,8 @@ class Inputs:
     slot_mapping: Tensor
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -76,10 +81,33 @@ class Inputs:
             sinks=self.sinks,
         )
 
+    @property
+    def scales(self) -> tuple[Tensor | float | None, Tensor | float | None]:
+        """The scales of keys and of values, as operations take them."""
+        if self.k_scale is not None:
+            return self.k_scale, self.v_scale
+        return (1.0, 1.0) if self.workload.is_quantised else (None, None)
+
+    def numbers(self, blocks: Tensor | slice, dtype: torch.dtype) -> list[Tensor]:
+        """Return the keys and the values of some blocks as numbers."""
+        if self.k_scale is None or self.v_scale is None:
+            # float32 holds the numbers of any such cache exactly, an FP8 cache at scale 1 too
+            return [
+                cache[blocks].to(dtype) for cache in (self.key_cache, self.value_cache)
+            ]
+        return [
+            decode(cache[blocks], scale[blocks], dtype)
+            for cache, scale in (
+                (self.key_cache, self.k_scale), (self.value_cache, self.v_scale)
+            )
+        ]  # fmt: skip
+
     def poison_cache(self) -> None:
         """Fill the cache with NaN, before a write."""
-        fill_with_nan(self.key_cache)
-        fill_with_nan(self.value_cache)
+        caches = (self.key_cache, self.value_cache, self.k_scale, self.v_scale)
+        for cache in caches:
+            if cache is not None:
+                fill_with_nan(cache)
 
     @cached_property
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -143,7 +171,16 @@ def draw_inputs(workload: Workload, seed: int, device: torch.device | str) -> In
     num_blocks += SPARE_BLOCKS if workload.kind == "write" else 0
     slots_and_heads = (num_blocks, workload.block_size, workload.kv_heads)
     key_cache = normal(*slots_and_heads, workload.head_size).to(kv_dtype)
-    if workload.kind == "latent":
+    k_scale, v_scale = None, None
+    if workload.form is not None:
+        coded = empty_coded(
+            workload.form, slots_and_heads, sizes, workload.in_page, device
+        )
+        encode(workload.form, key_cache, coded.key, coded.k_scale)
+        value_cache = normal(*slots_and_heads, workload.value_size)
+        encode(workload.form, value_cache, coded.value, coded.v_scale)
+        key_cache, value_cache, k_scale, v_scale = coded
+    elif workload.kind == "latent":
         value_cache = key_cache[..., : workload.value_size]
     else:
         value_cache = normal(*slots_and_heads, workload.value_size).to(kv_dtype)
@@ -172,6 +209,8 @@ def draw_inputs(workload: Workload, seed: int, device: torch.device | str) -> In
         slot_mapping=slots,
         sinks=sinks,
         alibi_slopes=slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
 
 

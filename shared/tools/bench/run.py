@@ -333,7 +333,7 @@ def _find(
     prepared: Prepared, result: Any, inputs: Inputs, expected: ExpectedRows | None
 ) -> Finding:
     if expected is None:
-        return check_write(inputs, (inputs.key_cache, inputs.value_cache))
+        return check_write(inputs)
     return expected.check(prepared.rows(result), inputs.workload.dtype)
 
 

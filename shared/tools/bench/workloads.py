@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...contract.cache_formats import find_format
+from ...contract.cache_formats import FORMATS, CacheFormat, find_format
 from ..bench_names import choose_names, read_suite
 
 KINDS = (
@@ -47,6 +47,9 @@ class Workload:
         query_dtype: Optional. FP8 dtype that represents all queries exactly. If None, queries
             have any values of `dtype`.
         shared_prefix: Tokens at the start of each request that all requests share.
+        cache_format: Optional. A format that measures a scale per token and head. If None, the
+            cache has numbers of `kv_dtype`, FP8 ones with the scale 1.
+        in_page: Whether the scales of that format are in the pages of its codes.
         nope_head_size: Of kind "latent": elements of an expanded key without position. They and
             the rope elements set the scale of the scores.
         source: Where such a shape is found.
@@ -75,6 +78,8 @@ class Workload:
     query_dtype: torch.dtype | None = None
     shared_prefix: int = 0
     nope_head_size: int | None = None
+    cache_format: str | None = None
+    in_page: bool = False
     source: str = ""
     baselines: tuple[str, ...] = ()
     aim: float | None = None
@@ -107,6 +112,7 @@ class Workload:
             "batch invariance": self.batch_invariant,
             "a latent cache": self.kind == "latent",
             "a shared prefix": self.kind == "cascade",
+            "scales per token and head": self.form is not None,
             "values smaller than keys": self.kind != "latent"
             and self.value_size != self.head_size,
         }
@@ -124,8 +130,20 @@ class Workload:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the cache is FP8, so that it is read with scales."""
-        return find_format(self.kv_dtype).is_quantised
+        """Whether the cache has codes, so that it is read with scales."""
+        return self.form is not None or find_format(self.kv_dtype).is_quantised
+
+    @property
+    def form(self) -> CacheFormat | None:
+        """The format that measures scales, or None."""
+        return None if self.cache_format is None else FORMATS[self.cache_format]
+
+    def row_bytes(self, size: int) -> int:
+        """Return the bytes of a key or value of so many elements in the cache."""
+        if self.form is None:
+            return size * self.kv_dtype.itemsize
+        assert self.form.dtype is not None
+        return self.form.elements(size) * self.form.dtype.itemsize + 4
 
     @property
     def bytes(self) -> int:
@@ -139,16 +157,20 @@ class Workload:
             and outputs are 2 * 2 * (8 + 8) * 2 = 128 more.
         """
         both = self.head_size + self.value_size
-        row = self.kv_heads * (self.head_size if self.kind == "latent" else both)
+        row = self.row_bytes(self.head_size)
+        if self.kind != "latent":
+            row += self.row_bytes(self.value_size)
+        row *= self.kv_heads
         if self.kind == "write":
-            return self.tokens * row * (self.dtype.itemsize + self.kv_dtype.itemsize)
+            given = self.kv_heads * both * self.dtype.itemsize
+            return self.tokens * (row + given)
         read = sum(
             min(kv, (self.sliding_window or kv) + new - 1)
             for new, kv in zip(self.query_lens, self.kv_lens, strict=True)
         )
         read -= self.shared_prefix * (len(self.kv_lens) - 1)
         rows = self.tokens * self.query_heads * both
-        return read * row * self.kv_dtype.itemsize + rows * self.dtype.itemsize
+        return read * row + rows * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
@@ -223,7 +245,8 @@ def _parse(stored: dict[str, Any]) -> Workload:
         name: stored[name]
         for name in (
             "sliding_window", "value_head_size", "logits_soft_cap", "sinks", "alibi",
-            "batch_invariant", "shared_prefix", "nope_head_size", "source", "aim",
+            "batch_invariant", "shared_prefix", "nope_head_size", "cache_format", "in_page",
+            "source", "aim",
         )
         if name in stored
     }  # fmt: skip

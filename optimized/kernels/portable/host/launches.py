@@ -25,10 +25,19 @@ registers of each thread."""
 
 
 class DecodeKernel(NamedTuple):
-    """A decode kernel with the arguments of the portable one, and its tiles."""
+    """A decode kernel with the arguments of the portable one.
+
+    Args:
+        kernel: the kernel.
+        tiles: its tiles.
+        programs: programs that share a multiprocessor.
+        registers: registers of a thread, at most, with which they do.
+    """
 
     kernel: Any
     tiles: Tiles
+    programs: int
+    registers: int
 
 
 @dataclass
@@ -128,15 +137,15 @@ class Launches:
         )  # fmt: skip
         known = self.decodes.get(key)
         if known is None:
-            kernel = decode_kernel
+            kernel, registers = decode_kernel, None
             tiles = self.small_batch_tiles if is_small_batch else self.decode_tiles
             programs = self.processors * (1 if is_small_batch else PROGRAMS)
             if other is not None:
-                kernel, tiles = other
-                programs = self.processors * PROGRAMS
+                kernel, tiles, of_processor, registers = other
+                programs = self.processors * of_processor
             numbers = combine_rows * self.config.BLOCK_DV
             config = self.config._replace(
-                BLOCK_M=self.short_rows,
+                BLOCK_M=self.short_rows if other is None else max(8, combine_rows),
                 BLOCK_N=tiles.block_n,
                 PIN_FP8_V=True,
                 CLEAR_PADDING=True,
@@ -151,7 +160,7 @@ class Launches:
                 COMBINE_SPLITS=_splits_at_once(numbers),
             )
             launcher = make_launcher(
-                kernel, self.fixed, tiles, config=config, plan=plan
+                kernel, self.fixed, tiles, registers=registers, config=config, plan=plan
             )
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
             self.decodes[key] = known

@@ -18,6 +18,7 @@ def make_launcher(
     tiles: Tiles,
     inputs: tuple[Any, Any] | None = None,
     is_dependent: bool = False,
+    registers: int | None = None,
     **constants: Any,
 ) -> Launcher:
     """Return a launcher of a kernel.
@@ -25,7 +26,7 @@ def make_launcher(
     Args:
         inputs: Optional. What converts the tensors of a launch, and the NamedTuple in which the
             kernel takes its pointers. If None, those of a call to paged attention.
-        is_dependent: as in `Launcher`.
+        is_dependent, registers: as in `Launcher`.
     """
     lower, tensors = inputs or (lower_call, Tensors)
     return Launcher(
@@ -36,6 +37,7 @@ def make_launcher(
         tiles.num_stages,
         groups=(tensors, OptionTensors),
         is_dependent=is_dependent,
+        registers=registers,
     )
 
 

@@ -171,6 +171,7 @@ def _make_config(
         OUT_FORMAT=find_format(out.dtype).name,
         NATIVE_FP8=has_fp8_codes and has_native_fp8(query.device),
         PIN_FP8_V=False,
+        ALIGNMENT=_find_alignment(key, value),
         BLOCK_M=0,
         BLOCK_N=0,
         MASK_ALL_TILES=False,
@@ -183,6 +184,16 @@ def _make_config(
         ),
         UPCAST=must_widen(query.dtype),
         ROW_SUMS=INTERPRETED and options.batch_invariant,
+    )
+
+
+def _find_alignment(*caches: Tensor) -> int:
+    """Return the largest of 16, 8, 4 and 1 bytes that divides the distances of all rows."""
+    steps = [
+        stride * cache.itemsize for cache in caches for stride in cache.stride()[:-1]
+    ]
+    return next(
+        size for size in (16, 8, 4, 1) if not any(step % size for step in steps)
     )
 
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .config import WARPGROUP_M
 from .mma import issue_pv, issue_qk, wait_for_pv
 from .pipeline import ping_pong_arrive, ping_pong_wait, release_previous_q
-from .score import modify_scores, softmax_scale
+from .score import load_factors, modify_scores, softmax_scale
 from .softmax import mask_qk, online_softmax, pack_p, rescale, round_p, unpack_p
 from .traits import (
     acc_columns,
@@ -73,6 +73,7 @@ def attend_to_tiles(
     scale_log2,
     config: gl.constexpr,
     CONSUMER: gl.constexpr,
+    factors=None,
 ):
     """Return the `Carry` after some KV tiles of a work item, and the next KV state.
 
@@ -81,11 +82,12 @@ def attend_to_tiles(
         acc: [WARPGROUP_M, columns] zeros of each part of `acc_columns`.
         own: `OwnTiles`.
         position: position of the warpgroup's first row.
+        factors: Optional. Pointer to a factor of each key of the sequence. If None, they are 1.
     """
     MASKS: gl.constexpr = choose_masks(config)
     p, alpha, m_i, l_i = _first_tile(
         shared, tiles, kv_state, q_state, work, own.last, position, scale_log2,
-        MASKS[0], config,
+        MASKS[0], config, factors,
     )  # fmt: skip
     kv_state = kv_state.advance()
     carry = Carry(acc, p, alpha, m_i, l_i)
@@ -93,14 +95,14 @@ def attend_to_tiles(
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
             own.last - 1 - i, position, work.seq_len, scale_log2,
-            config, MASKS[0], CONSUMER,
+            config, MASKS[0], CONSUMER, factors,
         )  # fmt: skip
         kv_state = kv_state.advance()
     for i in range(own.full_end - own.full_begin):
         carry = _kv_iteration(
             shared, tiles, carry, kv_state,
             own.full_end - 1 - i, position, work.seq_len, scale_log2,
-            config, 0, CONSUMER,
+            config, 0, CONSUMER, factors,
         )  # fmt: skip
         kv_state = kv_state.advance()
     if has_lower_bound(config):
@@ -108,7 +110,7 @@ def attend_to_tiles(
             carry = _kv_iteration(
                 shared, tiles, carry, kv_state,
                 own.full_begin - 1 - i, position, work.seq_len, scale_log2,
-                config, MASKS[1], CONSUMER,
+                config, MASKS[1], CONSUMER, factors,
             )  # fmt: skip
             kv_state = kv_state.advance()
     carry = _last_pv(shared, tiles, carry, kv_state, config)
@@ -127,6 +129,7 @@ def _first_tile(
     scale_log2,
     MASKS: gl.constexpr,
     config: gl.constexpr,
+    factors,
 ):
     """Return p, alpha, m_i and l_i of a work item's first KV tile, its last in the sequence."""
     shared.q_pipe.consumer_wait(q_state)
@@ -138,7 +141,9 @@ def _first_tile(
         release_previous_q(shared, q_state, config)
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(config.BLOCK_N))
     m_i = gl.full([WARPGROUP_M], -float("inf"), gl.float32, ROWS)
-    qk = modify_scores(qk, scale_log2, config)
+    # not before the wait: there would be no registers for them
+    of_keys = load_factors(factors, kv_tile, config)
+    qk = modify_scores(qk, scale_log2, of_keys, config)
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
     scale = softmax_scale(scale_log2, config)
     p, alpha, m_i, l_i = online_softmax(
@@ -162,6 +167,7 @@ def _kv_iteration(
     config: gl.constexpr,
     MASKS: gl.constexpr,
     CONSUMER: gl.constexpr,
+    factors,
 ):
     """Issue Q @ K of a KV tile and P @ V of the tile before, and return the next `Carry`.
 
@@ -200,12 +206,16 @@ def _kv_iteration(
         qk = warpgroup_mma_wait(1, deps=[qk])
         if PING_PONG:
             ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
-    qk = modify_scores(qk, scale_log2, config)
+    # not before the wait: there would be no registers for them
+    of_keys = load_factors(factors, kv_tile, config)
+    qk = modify_scores(qk, scale_log2, of_keys, config)
     if MASKED:
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
+    # with factors the softmax does not wait for the MUFU unit
+    POLYNOMIAL: gl.constexpr = factors is None and uses_polynomial(config, MASKED)
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, softmax_scale(scale_log2, config),
-        False, MASKED, uses_polynomial(config, MASKED), config.SPLIT_TILES > 0,
+        False, MASKED, POLYNOMIAL, config.SPLIT_TILES > 0,
     )  # fmt: skip
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:

@@ -21,6 +21,7 @@ def attend_to_item(
     scale_log2,
     config: gl.constexpr,
     CONSUMER: gl.constexpr,
+    factors=None,
 ):
     """Return the `Carry` after a warpgroup's KV tiles of a work item, and the next KV state.
 
@@ -29,7 +30,7 @@ def attend_to_item(
     kv_state = skip_tiles(shared, kv_state, own.after, config, CONSUMER)
     carry, kv_state = attend_to_tiles(
         shared, tiles, acc, kv_state, q_state, work, own, position, scale_log2,
-        config, CONSUMER,
+        config, CONSUMER, factors,
     )  # fmt: skip
     kv_state = skip_tiles(shared, kv_state, own.before, config, CONSUMER)
     return carry, kv_state

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .config import LN_2, LOG2_E
+from .traits import qk_layout
 
 
 class ScoreArgs(NamedTuple):
@@ -20,12 +21,14 @@ class ScoreArgs(NamedTuple):
         sinks: Optional. [heads] float32 score per head that has no value. If None, there is none.
         k_scales, v_scales: Optional. [heads] float32 factor per query head of its keys and of its
             values, the same for the query heads of a KV head. If None, they are 1.
+        key_factors: Optional. [kv_heads, keys] float32 factor of each key. If None, they are 1.
     """
 
     scale_log2: Any
     sinks: Any
     k_scales: Any = None
     v_scales: Any = None
+    key_factors: Any = None
 
 
 CLAMP = gl.constexpr(
@@ -48,13 +51,32 @@ def softmax_scale(scale_log2, config: gl.constexpr):
 
 
 @gluon.jit
-def modify_scores(qk, scale_log2, config: gl.constexpr):
+def load_factors(factors, kv_tile, config: gl.constexpr):
+    """Return the factors of a KV tile's keys, [BLOCK_N]; None without factors.
+
+    Args:
+        factors: Optional. Pointer to a factor of each key of the sequence.
+        kv_tile: index of the KV tile.
+    """
+    found = None
+    if factors is not None:
+        BLOCK_N: gl.constexpr = config.BLOCK_N
+        column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, qk_layout(BLOCK_N)))
+        found = gl.load(factors + kv_tile * BLOCK_N + column)
+    return found
+
+
+@gluon.jit
+def modify_scores(qk, scale_log2, factors, config: gl.constexpr):
     """Return the numbers that the softmax takes: dot products, or with a soft cap tanh.
 
     Args:
         qk: [WARPGROUP_M, BLOCK_N] dot products.
         scale_log2: their scale times log2(e).
+        factors: Optional. [BLOCK_N] factors of the keys. If None, they are 1.
     """
+    if factors is not None:
+        qk = qk * factors[None, :]
     if config.SOFT_CAP > 0:
         qk = qk * (scale_log2 * (LN_2 / config.SOFT_CAP))
         if config.FAST_TANH:

@@ -66,6 +66,15 @@ def compute_tile(
     if score.k_scales is not None:
         # the query heads of a tile share a KV head and its scales
         scale_log2 *= gl.load(score.k_scales + work.head * config.GROUP)
+    factors = None
+    if score.key_factors is not None:
+        # the blocks of a request's table row are those of its factors
+        first_key = work.table_row.to(gl.int64) * output.block_table_stride
+        kv_head = work.head // output.group_size
+        first_key *= config.BLOCK_SIZE
+        first_key += kv_head.to(gl.int64) * output.factor_stride_head
+        factors = score.key_factors + first_key
+        factors = gl.multiple_of(factors, [16])
     token, head = find_rows(work, row, config)
     if score.sinks is not None:
         # loaded here, needed after this item's keys
@@ -80,6 +89,7 @@ def compute_tile(
         carry, kv_state = attend_to_item(
             shared, tiles, acc, kv_state, q_state, work,
             find_tiles(work, position, config), position, scale_log2, config, CONSUMER,
+            factors,
         )  # fmt: skip
         scale = softmax_scale(scale_log2, config)
         acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink)

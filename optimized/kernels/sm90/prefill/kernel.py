@@ -31,7 +31,8 @@ class PrefillArguments(NamedTuple):
         block_table, query_start_loc, kv_lens, num_reqs, num_heads, group_size, max_decode_rows:
             `BatchArgs`.
         work_counter: [2] int32, 0 before and after the launch.
-        sinks, k_scales, v_scales, scale_log2: `ScoreArgs`.
+        sinks, k_scales, v_scales, key_factors, scale_log2: `ScoreArgs`. The factors of a request
+            begin where its row of the block table says, counted in keys.
         cleared_tokens: tokens of the output. Rows of those that belong to no request are cleared.
             If 0, another launch clears them.
     """
@@ -49,6 +50,7 @@ class PrefillArguments(NamedTuple):
     sinks: Option
     k_scales: Option
     v_scales: Option
+    key_factors: Option
     scale_log2: Option
     num_reqs: Number
     num_heads: Number
@@ -69,6 +71,7 @@ class PrefillArguments(NamedTuple):
     lse_stride_head: Number
     lse_stride_token: Number
     block_table_stride: Number
+    factor_stride_head: Number
     cleared_tokens: Number
 
 
@@ -92,7 +95,9 @@ def compute_prefills(args, config: gl.constexpr):
     )
     q = TmaTensor(args.q_desc, 0, args.q_head_rows, args.q_head_columns)
     k, v = locate_kv(args)
-    score = ScoreArgs(args.scale_log2, args.sinks, args.k_scales, args.v_scales)
+    score = ScoreArgs(
+        args.scale_log2, args.sinks, args.k_scales, args.v_scales, args.key_factors
+    )
     shared = allocate(k.desc, v.desc, config)
     run_roles(
         consume_prefills, args, score, produce_q_and_k,

@@ -76,6 +76,7 @@ class PrefillPlan(Sm90Plan):
         call: AttentionCall,
         short_rows: int,
         scales: tuple[Tensor | None, Tensor | None] = (None, None),
+        key_factors: Tensor | None = None,
     ) -> None:
         """Compute all requests of more than `short_rows` rows (queries times group size).
 
@@ -89,12 +90,15 @@ class PrefillPlan(Sm90Plan):
             scales: Optional. [num_heads] float32 factors of the keys, and of the values, of each
                 query head, the same for those of a KV head: both or none in all launches of a
                 plan. If None, they are 1.
+            key_factors: Optional. [kv_heads, requests, keys] float32 factor of each key, in all
+                launches of a plan or none. `call.block_table` has the blocks of these keys in
+                order. If None, they are 1.
         """
         if call.max_query_len * self.group_size <= short_rows:
             return
         packed = self.packed
         if packed is not None and packed.is_chosen(call.max_query_len):
-            packed.launch_prefill(call, short_rows, scales)
+            packed.launch_prefill(call, short_rows, scales, key_factors)
             if packed.is_usable:
                 return
             self.packed = None
@@ -111,6 +115,8 @@ class PrefillPlan(Sm90Plan):
             "work_counter": find_workspace(device, 2, 0)[0],
             "k_scales": scales[0],
             "v_scales": scales[1],
+            "key_factors": key_factors,
+            "factor_stride_head": 0 if key_factors is None else key_factors.stride(0),
             "num_heads": num_heads,
             "group_size": self.group_size // group,
             "max_decode_rows": short_rows // group,

@@ -24,7 +24,7 @@ class Ours(AttentionLibrary):
     def prepare(self, inputs: Inputs) -> Prepared:
         workload = inputs.workload
         twin: Any = load_implementation("optimized")
-        scale = 1.0 if workload.is_quantised else None
+        k_scale, v_scale = inputs.scales
         if workload.kind == "write":
             return Prepared(
                 lambda: twin.reshape_and_cache(
@@ -33,8 +33,8 @@ class Ours(AttentionLibrary):
                     inputs.key_cache,
                     inputs.value_cache,
                     inputs.slot_mapping,
-                    scale,
-                    scale,
+                    k_scale,
+                    v_scale,
                 )
             )
         out = inputs.fresh()
@@ -54,8 +54,8 @@ class Ours(AttentionLibrary):
             )
         options = replace(
             inputs.options(),
-            k_scale=scale,
-            v_scale=scale,
+            k_scale=k_scale,
+            v_scale=v_scale,
             batch_invariant=workload.batch_invariant,
         )
         attend, note = twin.paged_attention, ""
@@ -93,7 +93,7 @@ class OursPlain(Ours):
 
 
 class OursUnquantised(Ours):
-    """Ours with the numbers of an FP8 cache in a 16-bit cache: what reading FP8 costs or gains."""
+    """Ours with the numbers of a cache of codes in a 16-bit cache: what codes cost or gain."""
 
     name, title = "ours-bf16", "pagetwin, cache in bf16"
 
@@ -101,14 +101,18 @@ class OursUnquantised(Ours):
         workload = inputs.workload
         if self.name not in workload.baselines:
             raise Declined("the workload does not name it as a baseline")
-        caches = [
-            cache.to(workload.dtype) for cache in (inputs.key_cache, inputs.value_cache)
-        ]
+        if workload.kind == "write":
+            raise Declined("it would write another cache")
+        caches = inputs.numbers(slice(None), workload.dtype)
         return super().prepare(
             replace(
                 inputs,
-                workload=replace(workload, kv_dtype=workload.dtype),
+                workload=replace(
+                    workload, kv_dtype=workload.dtype, cache_format=None, in_page=False
+                ),
                 key_cache=caches[0],
                 value_cache=caches[1],
+                k_scale=None,
+                v_scale=None,
             )
         )

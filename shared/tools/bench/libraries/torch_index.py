@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from .library import AttentionLibrary, Declined, Prepared
+from .library import AttentionLibrary, Declined, Prepared, decline_features
 
 
 class TorchIndex(AttentionLibrary):
@@ -17,6 +17,7 @@ class TorchIndex(AttentionLibrary):
     def prepare(self, inputs: Inputs) -> Prepared:
         if inputs.workload.kind != "write":
             raise Declined("it writes a cache and computes no attention")
+        decline_features(inputs.workload)
         pairs = [
             (_bytes(cache).flatten(0, 1), new, cache.dtype)
             for cache, new in (

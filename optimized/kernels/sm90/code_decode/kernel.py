@@ -144,7 +144,7 @@ def _clear_padding(
 
 # It is specialized as the decode kernel is, since a launcher calls either of them.
 @gluon.jit(do_not_specialize=CHANGING)
-def fp8_decode_kernel(
+def code_decode_kernel(
     tensors,
     option_tensors,
     num_tokens,

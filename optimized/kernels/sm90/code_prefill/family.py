@@ -1,4 +1,4 @@
-"""Kernel family of prefills from FP8 caches on Hopper chips.
+"""Kernel family of prefills from caches of codes of eight bits on Hopper chips.
 
 A launch converts the keys and values of the long requests to the dtype of the queries, in a
 workspace, and then launches the prefill kernel on them. On an H200 (torch 2.11, triton 3.6, e4m3,
@@ -30,7 +30,7 @@ from ....runtime.launcher import Launcher, next_power_of_2
 from ....runtime.workspace import find_workspace
 from ...fp8 import has_native_fp8, scale_arguments, scale_strides
 from ...portable.arguments import Config
-from ...portable.formats.fp8 import FP8_FORMATS
+from ...portable.host.make_launcher import as_bits
 from ...portable.options.score import ScoreConstants
 from ...portable.options.visible_range import lower_masks
 from ..common.chip import is_hopper
@@ -55,28 +55,32 @@ def supports(call: AttentionCall) -> bool:
     return is_hopper(call.query.device) and _takes_signature(call)
 
 
-def plan(call: AttentionCall) -> "Fp8PrefillPlan":
+def plan(call: AttentionCall) -> "CodePrefillPlan":
     """Return the launch plan of all calls with this call's signature, whatever their device.
 
     Raises:
         NotImplementedError: options, a dtype, shapes or strides that the kernels do not support.
     """
     if not _takes_signature(call):
-        raise unsupported("Hopper prefill kernel for FP8 caches")
-    return Fp8PrefillPlan(sm90.plan(_in_16_bits(call)), _make_launcher(call))
+        raise unsupported("Hopper prefill kernel for caches of codes")
+    form = find_format(call.key.dtype, call.options.k_scale)
+    prefill = sm90.plan(_in_16_bits(call))
+    return CodePrefillPlan(prefill, _make_launcher(call, form.name), form.is_measured)
 
 
 @dataclass
-class Fp8PrefillPlan:
+class CodePrefillPlan:
     """Launches for all calls with one signature.
 
     Args:
         prefill: the plan of the prefill kernel for the converted cache.
         upcast: the launcher of the conversion.
+        is_measured: whether each key and value has a scale of its own.
     """
 
     prefill: PrefillPlan
     upcast: Launcher
+    is_measured: bool
     is_repeatable: ClassVar[bool] = True
 
     @property
@@ -101,8 +105,13 @@ class Fp8PrefillPlan:
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
-        # the FP8 cache has more rows than the converted one, or MAX_BYTES bounds them
-        return _count_bytes(call) <= MAX_BYTES and self.prefill.takes(call)
+        if _count_bytes(call) > MAX_BYTES:
+            return False
+        if (call.key.data_ptr() | call.value.data_ptr()) % 16:
+            # the converted cache is aligned
+            call = _in_16_bits(call)
+        # the cache of codes has more rows than the converted one, or MAX_BYTES bounds them
+        return self.prefill.takes(call)
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""
@@ -121,7 +130,7 @@ class Fp8PrefillPlan:
 
     def convert(
         self, call: AttentionCall, short_rows: int
-    ) -> tuple[AttentionCall, int, tuple[Tensor, Tensor]]:
+    ) -> tuple[AttentionCall, int, tuple[Tensor | None, Tensor | None], Tensor | None]:
         """Convert the keys and values of the long requests.
 
         Args:
@@ -129,7 +138,7 @@ class Fp8PrefillPlan:
 
         Returns:
             The arguments of the prefill kernel's `launch_prefill`: the call with the converted
-            cache, `short_rows`, and the scales of keys and values.
+            cache, `short_rows`, the scales of keys and values, and the factors of keys.
         """
         query, key, value, block_table = call[:4]
         assert block_table is not None
@@ -139,7 +148,11 @@ class Fp8PrefillPlan:
             (reqs * num_blocks, BLOCK.value, *cache.shape[2:]) for cache in (key, value)
         ]
         sizes = [torch.Size(shape).numel() // 2 for shape in shapes]
-        sizes += [reqs * num_blocks, heads, heads]
+        keys = key.shape[2] * reqs * num_blocks * BLOCK.value
+        sizes += [
+            reqs * num_blocks,
+            *((keys, 0) if self.is_measured else (heads, heads)),
+        ]
         parts = _split_workspace(query.device, sizes)
         k_out, v_out = (
             part.view(query.dtype).view(shape)
@@ -166,14 +179,19 @@ class Fp8PrefillPlan:
         grid = (key.shape[2], num_blocks, reqs)
         launch_by_pointers(self.upcast, grid, UpcastArguments, arguments)
         converted = call._replace(key=k_out, value=v_out, block_table=table)
-        return converted, short_rows, (parts[3], parts[4])
+        if self.is_measured:
+            factors = parts[3].view(key.shape[2], reqs, num_blocks * BLOCK.value)
+            return converted, short_rows, (None, None), factors
+        return converted, short_rows, (parts[3], parts[4]), None
 
 
 def _takes_signature(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     key, value = call.key, call.value
     form = find_format(key.dtype, call.options.k_scale)
-    if form.name not in FP8_FORMATS or value.dtype != key.dtype:
+    if form.codes_per_element != 1 or not form.is_quantised:
+        return False
+    if value.dtype != key.dtype:
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
@@ -220,8 +238,8 @@ def _in_16_bits(call: AttentionCall) -> AttentionCall:
     return call._replace(key=key, value=value, block_table=table, options=options)
 
 
-def _make_launcher(call: AttentionCall) -> Launcher:
-    """Return the launcher of the conversion."""
+def _make_launcher(call: AttentionCall, form: str) -> Launcher:
+    """Return the launcher of the conversion from a format."""
     query, key, value, block_table = call[:4]
     assert block_table is not None
     heads, head_size = key.shape[2:]
@@ -235,10 +253,11 @@ def _make_launcher(call: AttentionCall) -> Launcher:
         BLOCK_SIZE=key.shape[1],
         masks=lower_masks(call.options, call.query_start_loc)[1],
         scores=ScoreConstants(0.0),
-        CACHE_FORMAT=find_format(key.dtype).name,
+        CACHE_FORMAT=form,
         OUT_FORMAT=PLAIN.name,
         NATIVE_FP8=has_native_fp8(query.device),
         PIN_FP8_V=False,
+        ALIGNMENT=1,
         BLOCK_M=0,
         BLOCK_N=0,
         MASK_ALL_TILES=False,
@@ -264,8 +283,8 @@ def _strides_of(cache: Tensor, converted_slot: int, table_entry: int) -> CacheSt
 
 
 def _as_bits(key: Tensor, value: Tensor, *others: Tensor) -> tuple[Any, ...]:
-    """Return the tensors of a launch with the FP8 caches as bytes."""
-    return (key.view(torch.uint8), value.view(torch.uint8), *others)
+    """Return the tensors of a launch with FP8 caches as bytes."""
+    return (as_bits(key), as_bits(value), *others)
 
 
-FAMILY = KernelFamily("sm90 FP8 prefill", Role.PREFILL, supports, plan)
+FAMILY = KernelFamily("sm90 code prefill", Role.PREFILL, supports, plan)

@@ -7,24 +7,24 @@ import torch
 from torch import Tensor
 
 from .....contract.attention_options import AttentionOptions
+from .....contract.cache_formats import FORMATS
 from ....runtime.attention_call import AttentionCall
 from ....runtime.family import KernelFamily, Role
 from ...portable.arguments import Config, Strides
-from ...portable.formats.fp8 import FP8_FORMATS
 from ...portable.host.launches import DecodeKernel
 from ...portable.host.make_launches import make_launches
 from ...portable.host.plans import PortableDecodePlan
 from ...portable.host.tuning import Tiles
 from ..common.chip import is_hopper
 from ..common.planes import other_options
-from .config import PAGE
-from .kernel import fp8_decode_kernel
+from .config import PAGE, is_measured
+from .kernel import code_decode_kernel
 
 HEAD_SIZES = (64, 128)
 """Head sizes of keys, and of values. At 256, acc and Q alone would take 192 registers."""
 BLOCK_M = 16
 """Rows of a tile: those of one mma instruction."""
-TILES = Tiles(BLOCK_M, 128, 4, 1)
+TILES = Tiles(BLOCK_M, 64, 2, 1)
 """Tiles of all decodes, with two programs per SM.
 
 H200, torch 2.11, triton 3.6, bfloat16 queries, e4m3, 32 query heads, 8 kv heads of 128, blocks of
@@ -77,7 +77,7 @@ def takes_signature(
         strides, config: of the portable launches.
         short_rows: rows of a short request, at most; 0 without a decode launch.
     """
-    if config.CACHE_FORMAT not in FP8_FORMATS:
+    if not FORMATS[config.CACHE_FORMAT].is_quantised:
         return False
     if query.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -89,22 +89,21 @@ def takes_signature(
         return False
     if not config.BLOCK_SIZE or config.BLOCK_SIZE % PAGE.value or not key.shape[0]:
         return False
-    # words of 16 bytes
     steps = (
         strides.k_block, strides.k_slot, strides.k_head,
         strides.v_block, strides.v_slot, strides.v_head,
     )  # fmt: skip
     return (
         strides.k_element == strides.v_element == 1
-        and not any(step % 16 for step in steps)
+        and (4 if is_measured(config.CACHE_FORMAT) else 16) <= config.ALIGNMENT
         and min(steps) >= 0
     )
 
 
-class Fp8DecodePlan(PortableDecodePlan):
+class CodeDecodePlan(PortableDecodePlan):
     """Decode launches of the FP8 kernel, on the grid and in the workspace of the portable one."""
 
-    kernel = DecodeKernel(fp8_decode_kernel, TILES)
+    kernel = DecodeKernel(code_decode_kernel, TILES, 4, 255)
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out.
@@ -115,7 +114,8 @@ class Fp8DecodePlan(PortableDecodePlan):
         """
         num_reqs = call.query_start_loc.shape[0] - 1
         is_few = self.is_few(num_reqs, call.max_key_len)
-        return not is_few and is_aligned(call.key, call.value)
+        size = self.launches.config.ALIGNMENT
+        return not is_few and is_aligned(call.key, call.value, size)
 
     def is_few(self, num_reqs: int, max_key_len: int) -> bool:
         """Return whether each KV tile of each KV head may have an SM of its own.
@@ -130,14 +130,18 @@ class Fp8DecodePlan(PortableDecodePlan):
         return num_reqs * tiles <= launches.processors
 
 
-def is_aligned(key: Tensor, value: Tensor) -> bool:
-    """Return whether keys and values begin at addresses that the kernel can load from."""
-    return not (key.data_ptr() | value.data_ptr()) % 16
+def is_aligned(key: Tensor, value: Tensor, size: int) -> bool:
+    """Return whether keys and values begin at addresses that the kernel can load from.
+
+    Args:
+        size: bytes at whose multiples their rows begin if the caches do.
+    """
+    return not (key.data_ptr() % size or value.data_ptr() % (16 if size == 16 else 4))
 
 
-def plan(call: AttentionCall) -> Fp8DecodePlan:
+def plan(call: AttentionCall) -> CodeDecodePlan:
     """Return the launch plan of all calls with this call's signature."""
-    return Fp8DecodePlan(call)
+    return CodeDecodePlan(call)
 
 
-FAMILY = KernelFamily("sm90 FP8 decode", Role.DECODE, supports, plan)
+FAMILY = KernelFamily("sm90 code decode", Role.DECODE, supports, plan)

@@ -1,8 +1,9 @@
-"""Conversion of the keys and values of long requests from FP8 to 16 bits.
+"""Conversion of the keys and values of long requests from codes to 16 bits.
 
 A prefill reads each key once per query tile. So keys are converted once before it, and not once
-per read. FP8 numbers are exact in float16 and in bfloat16. Their scales are left to
-the softmax and the epilogue, so nothing is rounded.
+per read. FP8 numbers and codes of eight bits are exact in float16 and in bfloat16. Scales of heads
+are left to the softmax and the epilogue, and those of keys to the scores, so neither is rounded.
+A value that has a scale of its own is multiplied by it and rounded, as weights are.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ...fp8 import decode_fp8, load_scale
+from ...fp8 import load_scale
+from ...portable.formats.cache_format import decode_codes, is_measured
 from ...portable.options.visible_range import visible_range
 from ..common.entry import Number, Option, Pointer, make_kernel
 
@@ -22,7 +24,7 @@ class CacheStrides(NamedTuple):
     """Strides of keys or values, in elements.
 
     Args:
-        block, slot, head, element: of the FP8 cache.
+        block, slot, head, element: of the cache of codes.
         converted_slot: of the converted cache.
         table_entry: of the block table.
     """
@@ -39,11 +41,13 @@ class UpcastArguments(NamedTuple):
     """The arguments of `upcast_kernel`, in their order.
 
     Args:
-        k, v: uint8 cache.
+        k, v: cache of codes, FP8 as uint8.
         k_out, v_out: [reqs * num_blocks, BLOCK, kv_heads, head size] in 16 bits. Rows past the end
             of a sequence, and blocks that no query attends to, are not written.
         table_out: [reqs, num_blocks] block table of the converted cache.
-        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head.
+        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head. If each key has
+            a scale, `k_scales_out` is [kv_heads, reqs * num_blocks * BLOCK] instead, and there are
+            no scales of values.
         k_scale, v_scale: scales of the cache: pointers or numbers.
         short_rows: requests of at most so many rows are not converted.
         num_blocks: blocks per request.
@@ -68,8 +72,9 @@ class UpcastArguments(NamedTuple):
 
 @triton.jit
 def _convert(
-    base, block_table, n, is_key, is_stored, head, out, strides,
-    config: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    base, block_table, n, is_key, is_stored, head, out, strides, scale, scale_strides,
+    factors, config: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr,
+    IS_KEY: tl.constexpr,
 ):  # fmt: skip
     """Store one block of one head of the converted cache.
 
@@ -78,21 +83,33 @@ def _convert(
         is_key: [BLOCK] keys that some query attends to. Others that are stored become 0.
         out: pointer to the block's first key of this head.
         strides: `CacheStrides`.
+        scale, scale_strides: of the cache.
+        factors: pointer to where the scales of the block's keys are stored, if each has one.
     """
+    # a constant of its own: triton 3.6 takes no string of a NamedTuple for one
+    FORMAT: tl.constexpr = config.CACHE_FORMAT
     d = tl.arange(0, BLOCK_D)
     is_element = (d < HEAD_DIM)[None, :]
     entry = (n // config.BLOCK_SIZE).to(tl.int64) * strides.table_entry
-    block = tl.load(block_table + entry, mask=is_key, other=0)
+    block = tl.load(block_table + entry, mask=is_key, other=0).to(tl.int64)
     slot = (n % config.BLOCK_SIZE).to(tl.int64)
-    offset = block.to(tl.int64) * strides.block + slot * strides.slot
+    offset = block * strides.block + slot * strides.slot
     offset = (
         offset[:, None]
         + head.to(tl.int64) * strides.head
         + (d * strides.element)[None, :]
     )
     codes = tl.load(base + offset, mask=is_key[:, None] & is_element, other=0)
-    numbers = decode_fp8(codes, config.CACHE_FORMAT == "fp8_e5m2", config.NATIVE_FP8)
+    numbers = decode_codes(codes, FORMAT, config.NATIVE_FP8)
     in_block = tl.arange(0, BLOCK)
+    if is_measured(config.CACHE_FORMAT):
+        places = scale + head.to(tl.int64) * scale_strides.head
+        places += block * scale_strides.block + slot * scale_strides.slot
+        of_slot = tl.load(places, mask=is_key, other=0.0)
+        if IS_KEY:
+            tl.store(factors + in_block, of_slot, mask=is_stored)
+        else:
+            numbers = numbers * of_slot[:, None]
     tl.store(
         out + (in_block * strides.converted_slot)[:, None] + d[None, :],
         numbers.to(out.dtype.element_ty),
@@ -116,8 +133,8 @@ def upcast_blocks(args, k_strides, v_strides, scale_strides, config: tl.constexp
     number = req * args.num_blocks + block
     if head == 0:
         tl.store(args.table_out + number, number)
-    if number == 0:
-        for i in range(config.GROUP_SIZE):
+    if not is_measured(config.CACHE_FORMAT):
+        for i in range(config.GROUP_SIZE if number == 0 else 0):
             query_head = head * config.GROUP_SIZE + i
             factor = load_scale(args.k_scale, scale_strides.k, head, True)
             tl.store(args.k_scales_out + query_head, factor)
@@ -136,15 +153,19 @@ def upcast_blocks(args, k_strides, v_strides, scale_strides, config: tl.constexp
         is_key = is_stored & (n >= begin)
         entries = args.block_table + tl.cast(req, tl.int64) * args.table_stride_req
         slot = number.to(tl.int64) * BLOCK
+        blocks = tl.num_programs(1).to(tl.int64) * tl.num_programs(2)
+        factors = args.k_scales_out + (head * blocks) * BLOCK + slot
         _convert(
             args.k, entries, n, is_key, is_stored, head,
             args.k_out + slot * k_strides.converted_slot + head * config.HEAD_DIM,
-            k_strides, config, config.BLOCK_D, config.HEAD_DIM,
+            k_strides, args.k_scale, scale_strides.k, factors,
+            config, config.BLOCK_D, config.HEAD_DIM, True,
         )  # fmt: skip
         _convert(
             args.v, entries, n, is_key, is_stored, head,
             args.v_out + slot * v_strides.converted_slot + head * config.V_HEAD_DIM,
-            v_strides, config, config.BLOCK_DV, config.V_HEAD_DIM,
+            v_strides, args.v_scale, scale_strides.v, factors,
+            config, config.BLOCK_DV, config.V_HEAD_DIM, False,
         )  # fmt: skip
 
 
