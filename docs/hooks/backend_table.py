@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pagetwin.contract.cache_formats import CACHE_DTYPE_NAMES
+from pagetwin.contract.cache_formats import CACHE_DTYPE_NAMES, FORMATS
 from pagetwin.contract.specs import KVCacheSpec
 from pagetwin.validation.integrations import load_for
 
@@ -29,6 +29,7 @@ ROWS = {
     "fp8_per_token_head": "`fp8_per_token_head`",
     "int8_per_token_head": "`int8_per_token_head`",
     "int4_per_token_head": "`int4_per_token_head`",
+    "int4_sinks": "`int4_per_token_head` with sinks",
     "nvfp4": "`nvfp4`",
     "turboquant": "`turboquant_4bit_nc`",
     "scales_per_head": "FP8 scales per head",
@@ -200,6 +201,7 @@ def plugin_answers(latent: bool = False) -> Answers:
     serves["turboquant"] = any(cache.startswith("turboquant") for cache in caches)
     serves |= {row: _answer(name, backend, method) for row, method in METHODS.items()}
     serves["images_fp8"] = bool(serves["images"] and serves["fp8"])
+    serves["int4_sinks"] = bool(serves["sinks"] and serves["int4_per_token_head"])
     kinds = _member(name, backend, "supports_attn_type")
     serves["encoder_only"] = serves["cross_attention"] = kinds is not None
     module = "latent" if latent else "impl"
@@ -258,6 +260,8 @@ def _names(module: str, name: str, attribute: str) -> set[str]:
             found.add(element.attr)
         elif ast.unparse(element) == "*FP8_NAMES":
             found |= set(CACHE_DTYPE_NAMES)
+        elif ast.unparse(element) == "*SCALED_NAMES":
+            found |= {name for name, form in FORMATS.items() if form.is_measured}
     return found
 
 

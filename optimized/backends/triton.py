@@ -130,6 +130,7 @@ class TritonAttentionBackend(AttentionBackend):
     get_kv_cache_shape = staticmethod(get_kv_cache_shape)
     supported_dtypes = CACHE_DTYPES
     supported_kv_cache_dtypes = TENSOR_SCALE_DTYPES
+    stores_scales = True
     supported_attn_types = tuple(AttentionType)
 
     @staticmethod

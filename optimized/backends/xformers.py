@@ -177,6 +177,7 @@ class XFormersAttentionBackend(AttentionBackend):
     builder_cls = XFormersAttentionMetadataBuilder
     supported_dtypes = (torch.float16, torch.bfloat16)
     supported_kv_cache_dtypes = TENSOR_SCALE_DTYPES
+    stores_scales = True
     supported_kernel_block_sizes = (MultipleOf(16),)
     supported_attn_types = tuple(AttentionType)
 

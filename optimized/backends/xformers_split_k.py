@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.layer_pages import layer_format
 from ...contract.metadata_classes import PagedAttentionMetadata
 from ...engine.attention_impl import AttentionImpl
 from ...engine.triton_versions import release
@@ -97,7 +98,7 @@ def why_no_split_k(impl: AttentionImpl) -> str:
         return (
             f"head_size_v = {impl.head_size_v}: its kernel takes values as long as keys"
         )
-    if impl.kv_cache_dtype.startswith("fp8"):
+    if layer_format(impl.kv_cache_dtype).is_quantised:
         return f"kv_cache_dtype = '{impl.kv_cache_dtype}': its kernel has no scales"
     lacking = {
         "sliding_window": impl.sliding_window != (-1, -1),

@@ -118,7 +118,9 @@ def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
     )
     slots = torch.full((1,), -1, dtype=torch.int64, device=device)
     caches = (spec.key_cache, spec.value_cache)
-    reshape_and_cache(key, value, *caches, slots, options.k_scale, options.v_scale)
+    reshape_and_cache(
+        key, value, *caches, slots, options.k_scale, options.v_scale, spec.kv_cache_dtype
+    )  # fmt: skip
     yield WarmedKernel("reshape_and_cache", 1, 1, 1, 0, False)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.cache_formats import head_size_of
 from ..dispatch.dispatch import choose_options
 from ..runtime.attention_call import AttentionCall
 from .warm_up_spec import WarmUpSpec
@@ -36,7 +37,7 @@ def make_call(
         lengths=torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
         max_query_len=spec.max_query_len,
         max_key_len=spec.max_seq_len,
-        scale=key.shape[3] ** -0.5,
+        scale=head_size_of(key) ** -0.5,
         out=out,
         lse=lses if lse else None,
         options=options,
@@ -45,16 +46,17 @@ def make_call(
 
 def _pack_rows(spec: WarmUpSpec) -> Callable[[int], tuple[Tensor, Tensor, Tensor]]:
     """Return what makes packed queries, outputs and log-sum-exps of a number of tokens."""
-    key, value, heads = spec.key_cache, spec.value_cache, spec.num_query_heads
+    device, heads = spec.key_cache.device, spec.num_query_heads
+    head_size, value_head_size = map(head_size_of, (spec.key_cache, spec.value_cache))
 
     def make(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         query = torch.zeros(
-            tokens, heads, key.shape[3], dtype=spec.query_dtype, device=key.device
+            tokens, heads, head_size, dtype=spec.query_dtype, device=device
         )
         out = torch.zeros(
-            tokens, heads, value.shape[3], dtype=spec.query_dtype, device=key.device
+            tokens, heads, value_head_size, dtype=spec.query_dtype, device=device
         )
-        lse = torch.zeros(heads, tokens, device=key.device)
+        lse = torch.zeros(heads, tokens, device=device)
         return query, out.to(spec.out_dtype or spec.query_dtype), lse
 
     return make

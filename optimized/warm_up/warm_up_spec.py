@@ -17,13 +17,13 @@ class WarmUpSpec:
 
     Args:
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] one layer's cache as
-            the engine passes it. Its contents are not changed.
+            the engine passes it. Its contents are not changed. Scales are in the options.
         num_query_heads: query heads of a layer.
         max_num_reqs: requests of a batch, at most.
         max_query_len: new tokens of a request, at most.
         max_seq_len: keys of a sequence, at most.
         dtype: Optional. Dtype of queries, new keys and values, and outputs. If None, that of the
-            cache, or bfloat16 with an FP8 cache.
+            cache, or bfloat16 with a quantized cache.
         out_dtype: Optional. Dtype of the output. If None, that of the queries.
         options: the options of each kind of layer. Tensors with an entry per request or token may
             have any number of entries.
@@ -31,6 +31,8 @@ class WarmUpSpec:
         cascades: whether `cascade_attention` is called too.
         make_rows: Optional. Returns query, output and `lse` of a number of tokens, with the
             strides of the calls. If None, they are packed.
+        kv_cache_dtype: Optional. Name of the cache's format, as `reshape_and_cache` takes it. If
+            None, the first one of its dtype and scales.
         num_threads: Optional. Threads that compile. With 1, the kernels are compiled one after the
             other. If None, as many as CPUs that the process may use, at most 16.
     """
@@ -47,6 +49,7 @@ class WarmUpSpec:
     lse: tuple[bool, ...] = (False,)
     cascades: bool = False
     make_rows: Callable[[int], tuple[Tensor, Tensor, Tensor]] | None = None
+    kv_cache_dtype: str | None = None
     num_threads: int | None = None
 
     @property

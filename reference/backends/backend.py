@@ -126,6 +126,7 @@ class ReferenceAttentionBackend(AttentionBackend):
     get_kv_cache_shape = staticmethod(get_kv_cache_shape)
     supported_dtypes = FLOATS
     supported_kv_cache_dtypes = TENSOR_SCALE_DTYPES
+    stores_scales = True
     supported_attn_types = tuple(AttentionType)
 
 

@@ -154,7 +154,7 @@ def reshape_kv_cache(
         stride_order: the five axes, the outermost in memory first.
 
     Returns:
-        [2, num_blocks, block_size, kv_heads, head_size] view of `raw`.
+        [2, num_blocks, block_size, kv_heads, stored_head_size] view of `raw`.
 
     Raises:
         ValueError: the bytes are not a whole number of pages, the order is not a permutation, a
@@ -175,7 +175,7 @@ def reshape_kv_cache(
     num_blocks = check_whole_pages("raw", raw, spec.page_size_bytes)
     # step: view them with the five axes
     shape = get_kv_cache_shape(
-        num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
+        num_blocks, spec.block_size, spec.num_kv_heads, spec.stored_head_size
     )
     return view_kv_cache(raw, spec.dtype, shape, stride_order)
 
@@ -199,9 +199,9 @@ def reshape_layered_kv_cache(
             the engine. If None, both are the same.
 
     Returns:
-        [layers, 2, num_blocks, block_size, kv_heads, head_size] view of `raw`. An entry of the
-        first axis is a layer's cache. Key and value of a slot and head are adjacent in memory. No
-        element is in the padding of a page. With a kernel block size, blocks are the kernel's.
+        [layers, 2, num_blocks, block_size, kv_heads, stored_head_size] view of `raw`. An entry of
+        the first axis is a layer's cache. Key and value of a slot and head are adjacent in memory.
+        No element is in the padding of a page. With a kernel block size, blocks are the kernel's.
 
     Raises:
         ValueError: the bytes are not a whole number of pages of every layer, the layout divides
@@ -231,7 +231,7 @@ def reshape_layered_kv_cache(
     )
     cells = raw.as_strided((num_layers, *sizes), strides).view(spec.dtype)
     # step: split the content into key and value
-    halves = cells.view(*cells.shape[:4], 2, spec.head_size)
+    halves = cells.view(*cells.shape[:4], 2, spec.stored_head_size)
     return halves.permute(0, 4, 1, 3, 2, 5)
 
 

@@ -175,7 +175,7 @@ def reshape_kv_caches(
             check_enough_pages(name, num_blocks, kv_cache_config.num_blocks)
             # step: view them in the backend's shape
             shape = backend.get_kv_cache_shape(
-                num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size
+                num_blocks, spec.block_size, spec.num_kv_heads, spec.stored_head_size
             )
             order = backend.get_kv_cache_stride_order(layout)
             kv_caches[name] = view_kv_cache(raw, spec.dtype, shape, order)

@@ -220,7 +220,8 @@ def named_format(name: str) -> CacheFormat:
     for form in FORMATS.values():
         if name in (form.name, *form.aliases):
             return form
-    raise ValueError(f"kv_cache_dtype = {name!r}: expected {', '.join(FORMATS)}")
+    names = [known for form in FORMATS.values() for known in (*form.aliases, form.name)]
+    raise ValueError(f"kv_cache_dtype = {name!r}: expected {', '.join(names)}")
 
 
 def head_size_of(cache: Tensor) -> int:
@@ -248,23 +249,16 @@ CACHE_DTYPE_NAMES = {
 
 
 def cache_dtype_of(name: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a layer's cache by vLLM's name.
+    """Return the dtype of a cache by vLLM's name.
 
     Args:
-        name: "auto" for the model's dtype, "fp8", "fp8_e4m3" or "fp8_e5m2".
+        name: "auto" for the model's dtype, "fp8" or the name of a format.
         model_dtype: dtype of the keys and values.
 
     Raises:
-        ValueError: another name. A layer does not take a format whose scales are stored in the
-            cache.
+        ValueError: no format has this name.
     """
-    if name == PLAIN.name:
-        return model_dtype
-    if name not in CACHE_DTYPE_NAMES:
-        raise ValueError(
-            f"kv_cache_dtype = {name!r}: expected {PLAIN.name}, {', '.join(CACHE_DTYPE_NAMES)}"
-        )
-    return CACHE_DTYPE_NAMES[name]
+    return named_format(name).dtype or model_dtype
 
 
 def split_layer_cache(

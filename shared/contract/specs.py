@@ -13,6 +13,7 @@ from math import gcd
 
 import torch
 
+from .cache_formats import FORMATS
 from .checks import (
     check_has_states,
     check_latent_fields,
@@ -20,6 +21,7 @@ from .checks import (
     check_padded_page,
     check_positive,
 )
+from .layer_pages import check_stored_format, state_bytes
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ class KVCacheSpec:
             has. If None, `num_kv_heads`.
         state_content_bytes: Optional. Bytes of a cell in a format of its own. If None, those of a
             key and a value in `dtype`.
+        kv_cache_dtype: Optional. Name of a cache format whose scales are stored in the page, after
+            the codes of each key and of each value; `dtype` is that of its codes. If None, no
+            scale is stored.
         tokens_per_state: tokens that are compressed to one cell per head; a fraction if a token
             has several.
         page_size_padded: Optional. Bytes of a page with the padding at its end. If None, pages
@@ -61,12 +66,13 @@ class KVCacheSpec:
         dcp_sharded: whether decode context parallelism divides the keys among its ranks.
 
     Raises:
-        ValueError: a number is below 1, a block has no cell, or the padded page is smaller than
-            its content.
+        ValueError: a number is below 1, a block has no cell, the padded page is smaller than
+            its content, or a page cannot hold the codes and scales of the format.
 
     Example:
         16 slots of 8 heads of 128 bfloat16 elements, keys and values: 65,536 bytes per page. With
-        float8_e4m3fn elements: 32,768 bytes.
+        float8_e4m3fn elements: 32,768 bytes. In int8_per_token_head each key and value has four
+        bytes more: 33,792.
     """
 
     block_size: int
@@ -76,6 +82,7 @@ class KVCacheSpec:
     head_size_v: int | None = field(default=None, kw_only=True)
     num_head_slots: int | None = field(default=None, kw_only=True)
     state_content_bytes: int | None = field(default=None, kw_only=True)
+    kv_cache_dtype: str | None = field(default=None, kw_only=True)
     tokens_per_state: int | Fraction = field(default=1, kw_only=True)
     page_size_padded: int | None = field(default=None, kw_only=True)
     block_stride_alignment: int | MultipleOf | None = field(default=None, kw_only=True)
@@ -95,18 +102,29 @@ class KVCacheSpec:
         given = {name: number for name, number in numbers.items() if number is not None}
         check_positive(**given)
         check_has_states(self.block_size, self.tokens_per_state)
+        if self.kv_cache_dtype is not None:
+            sizes = (self.head_size, self.head_size_v or self.head_size)
+            check_stored_format(self.kv_cache_dtype, self.dtype, *sizes)
         if self.page_size_padded is not None:
             check_padded_page(self.page_size_padded, self.real_page_size_bytes)
 
     @property
     def has_plain_cells(self) -> bool:
-        """Whether a cell is a key and a value of `head_size` elements of the dtype."""
+        """Whether a cell is a key and a value of `stored_head_size` elements of the dtype."""
         return (
             self.head_size_v in (None, self.head_size)
             and self.num_head_slots in (None, self.num_kv_heads)
             and self.state_content_bytes is None
             and self.tokens_per_state == 1
         )
+
+    @property
+    def stored_head_size(self) -> int:
+        """Elements of a key in a page: `head_size`, or the bytes of its codes and of its scale."""
+        if self.kv_cache_dtype is None:
+            return self.head_size
+        form = FORMATS[self.kv_cache_dtype]
+        return state_bytes(form, self.head_size, self.head_size) // 2
 
     @property
     def num_heads(self) -> int:
@@ -123,6 +141,9 @@ class KVCacheSpec:
         """Bytes of a cell."""
         if self.state_content_bytes is not None:
             return self.state_content_bytes
+        if self.kv_cache_dtype is not None:
+            form = FORMATS[self.kv_cache_dtype]
+            return state_bytes(form, self.head_size, self.head_size_v or self.head_size)
         elements = self.head_size + (self.head_size_v or self.head_size)
         return elements * self.dtype.itemsize
 
@@ -224,8 +245,8 @@ class MLAAttentionSpec(FullAttentionSpec):
             None, pages are not rounded.
 
     Raises:
-        ValueError: values of their own size, or both `alignment` and `page_size_padded`, are
-            given.
+        ValueError: values of their own size, a format with stored scales, or both `alignment` and
+            `page_size_padded`, are given.
 
     Example:
         16 slots of one latent of 576 bfloat16 elements: 18,432 bytes per page.
@@ -238,6 +259,11 @@ class MLAAttentionSpec(FullAttentionSpec):
         if self.alignment is not None:
             check_positive(alignment=self.alignment)
         check_latent_fields(self.head_size_v, self.alignment, self.page_size_padded)
+        if self.kv_cache_dtype is not None:
+            raise ValueError(
+                f"kv_cache_dtype = {self.kv_cache_dtype!r} of a latent: expected None, since a"
+                " latent has formats of its own (state_content_bytes)"
+            )
 
     @property
     def state_content_size_bytes(self) -> int:
@@ -342,10 +368,11 @@ class CacheConfig:
 
     Args:
         block_size: slots in a block.
-        cache_dtype: "auto" for the model's dtype, "fp8", "fp8_e4m3" or "fp8_e5m2".
+        cache_dtype: "auto" for the model's dtype, "fp8", or the name of a cache format.
         sliding_window: Optional. Window of layers without one of their own. If None, all keys
             are visible.
-        calculate_kv_scales: whether the first step measures the scales of a quantized cache.
+        calculate_kv_scales: whether the first step measures the scales of an FP8 cache with one
+            scale. Formats that store scales measure those of each token.
         is_attention_free: whether the model has no attention layer.
     """
 

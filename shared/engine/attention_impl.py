@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from ..contract.cache_formats import find_format
 from ..contract.kinds import AttentionType
+from ..contract.layer_pages import layer_format, split_half
 from ..contract.metadata_classes import PagedAttentionMetadata
 from ..contract.shapes import (
     Key,
@@ -28,6 +28,7 @@ from ..validation.impl import (
     check_layer_scale,
     check_new_keys,
     check_own_keys,
+    check_stored_heads,
     check_whole_prompts,
 )
 
@@ -37,13 +38,16 @@ class LayerCache(NamedTuple):
 
     Args:
         key, value: [num_blocks, block_size, kv_heads, head_size] and [num_blocks, block_size,
-            kv_heads, head_size_v] views.
+            kv_heads, head_size_v] views; of a packed format, their stored elements.
         scales: `k_scale` and `v_scale` of a quantised cache; empty if it is not quantised.
+        format_name: Optional. Name of a format whose scales the cache stores. If None, they are
+            the layer's.
     """
 
     key: Tensor
     value: Tensor
     scales: dict[str, Any]
+    format_name: str | None = None
 
 
 class AttentionImpl(ABC):
@@ -70,7 +74,8 @@ class AttentionImpl(ABC):
             all keys are visible.
         kv_cache_dtype: "auto" if the cache has the dtype of the keys; "fp8", "fp8_e4m3" or
             "fp8_e5m2" if it has FP8 elements, which are multiplied by the layer's `_k_scale` and
-            `_v_scale`.
+            `_v_scale`; or the name of a format with a scale per token and head, which is stored
+            after the codes of each head.
         logits_soft_cap: Cap of the scores. If None or 0, scores are not capped.
         attn_type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
         kv_sharing_target_layer_name: An earlier layer whose cache this one reads; it then writes
@@ -177,7 +182,8 @@ class AttentionImpl(ABC):
                 head_size_v]. In cross-attention: of all tokens that encoders compute in this
                 step, or None if there are none. Also None if the layer reads another layer's
                 cache.
-            kv_cache: [2, num_blocks, block_size, kv_heads, head_size], modified in place.
+            kv_cache: [2, num_blocks, block_size, kv_heads, stored_head_size] as its spec says,
+                modified in place.
             attn_metadata: Optional. The step. If None (a profiling run), nothing is written.
             output: [tokens, query_heads, head_size_v], modified in place. Padding rows are not
                 written.
@@ -263,8 +269,8 @@ class AttentionImpl(ABC):
         """Return the layer's cache: its keys, its values in their own head size, its scales.
 
         Args:
-            layer: the layer, whose scales a quantised cache needs.
-            key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
+            layer: the layer, whose scales an FP8 cache with one scale needs.
+            key_cache, value_cache: [num_blocks, block_size, kv_heads, stored_head_size].
             dtype: dtype of the model.
 
         Raises:
@@ -272,8 +278,15 @@ class AttentionImpl(ABC):
             ValueError: the layer has no scales.
         """
         check_cache_dtype(key_cache, self.kv_cache_dtype, dtype)
-        is_quantised = find_format(key_cache.dtype).is_quantised
-        scales = self._scales(layer, key_cache) if is_quantised else {}
+        form = layer_format(self.kv_cache_dtype)
+        if form.is_measured:
+            check_stored_heads(key_cache, self.head_size, form)
+            sizes = self.head_size, self.head_size_v
+            key, k_scale = split_half(key_cache, self.head_size, self.head_size, form)
+            value, v_scale = split_half(value_cache, *sizes, form)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            return LayerCache(key, value, scales, form.name)
+        scales = self._scales(layer, key_cache) if form.is_quantised else {}
         return LayerCache(key_cache, value_cache[..., : self.head_size_v], scales)
 
     def _scales(self, layer: object, kv_cache: Tensor) -> dict[str, Any]:
@@ -315,6 +328,7 @@ class AttentionImpl(ABC):
             "value_cache": cache.value,
             "slot_mapping": slots,
             **cache.scales,
+            **({"kv_cache_dtype": cache.format_name} if cache.format_name else {}),
         }
 
     def step_of(self, attn_metadata: PagedAttentionMetadata) -> PagedAttentionMetadata:

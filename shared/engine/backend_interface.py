@@ -239,7 +239,13 @@ class AttentionBackend(Capabilities, ABC):
         """Return the reasons that follow from the dtype and the sizes alone."""
         reasons = []
         taken = (*cls.supported_dtypes, *cls.supported_kv_cache_dtypes)
-        if spec.dtype not in taken:
+        if spec.kv_cache_dtype is not None:
+            if not cls.stores_scales:
+                reasons.append(
+                    f"kv_cache_dtype = {spec.kv_cache_dtype!r}: expected None, since its layers"
+                    " store no scales"
+                )
+        elif spec.dtype not in taken:
             names = ", ".join(map(str, taken))
             reasons.append(f"dtype = {spec.dtype}: expected one of {names}")
         if not spec.has_plain_cells or spec.page_size_bytes > spec.real_page_size_bytes:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..contract.cache_formats import cache_dtype_of
 from ..contract.kinds import AttentionType
+from ..contract.layer_pages import layer_format
 from ..contract.layouts import BLOCK, HEAD, SLOT, KVCacheLayout
 from ..contract.specs import MultipleOf as MultipleOf
 from ..validation import check_positive
@@ -23,7 +23,8 @@ class Capabilities:
     Args:
         accept_output_buffer: whether its layers write into an output tensor of the caller.
         supported_dtypes: dtypes of the model, and so of a cache whose dtype is "auto".
-        supported_kv_cache_dtypes: further dtypes of a cache, which are quantised.
+        supported_kv_cache_dtypes: further dtypes of a cache, which one number for all multiplies.
+        stores_scales: whether its layers take caches that store a scale per token and head.
         supported_kernel_block_sizes: block sizes of its kernels. If empty, any. A block of the
             engine may consist of several kernel blocks.
         supported_kv_cache_layouts: Optional. Layouts, the most preferred first. If None, any.
@@ -36,6 +37,7 @@ class Capabilities:
         torch.bfloat16,
     )
     supported_kv_cache_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    stores_scales: ClassVar[bool] = False
     supported_kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = ()
     supported_kv_cache_layouts: ClassVar[tuple[KVCacheLayout, ...] | None] = None
     supported_attn_types: ClassVar[tuple[str, ...]] = (AttentionType.DECODER,)
@@ -89,7 +91,8 @@ class Capabilities:
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Return whether it supports caches of that dtype: a name, "auto" or None (the model's).
 
-        Quantised dtypes have the names of `cache_dtype_of`: "fp8", "fp8_e4m3", "fp8_e5m2".
+        Quantised ones have the names of their formats: "fp8" or "fp8_e4m3", "fp8_e5m2", and those
+        with a scale per token and head.
         """
         if kv_cache_dtype is None or kv_cache_dtype == "auto":
             return True
@@ -97,10 +100,12 @@ class Capabilities:
         if kv_cache_dtype in names:
             return True
         try:
-            dtype = cache_dtype_of(kv_cache_dtype, cls.supported_dtypes[0])
+            form = layer_format(kv_cache_dtype)
         except ValueError:
             return False
-        return dtype in cls.supported_kv_cache_dtypes
+        if form.is_measured:
+            return cls.stores_scales
+        return form.dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..contract.cache_formats import cache_dtype_of
 from ..contract.kinds import AttentionType
+from ..contract.layer_pages import layer_format
 from ..contract.metadata_classes import PagedAttentionMetadata
 from ..contract.specs import (
     CacheConfig,
@@ -31,6 +31,7 @@ from ..validation import check_positive
 from ..validation.impl import UNCACHED
 from ..validation.layer import (
     check_kv_sharing_target,
+    check_latent_format,
     check_new_layer,
     check_new_scale,
     check_scale_inputs,
@@ -113,7 +114,11 @@ class Attention(nn.Module):
         self.attention_chunk_size = attention_chunk_size
         self.sliding_window = config.sliding_window if window is None else window
         self.kv_cache_dtype = config.cache_dtype
-        self.calculate_kv_scales = config.calculate_kv_scales
+        self._form = layer_format(self.kv_cache_dtype)
+        # a format that stores its scales measures them at each write
+        self.calculate_kv_scales = (
+            config.calculate_kv_scales and not self._form.is_measured
+        )
         self.use_mla = use_mla
         self.layer_name = prefix
         self.attn_type = AttentionType(attn_type)
@@ -121,6 +126,7 @@ class Attention(nn.Module):
         self.has_sink = extra_impl_args.get("sinks") is not None
         self.dtype = torch.get_default_dtype()
         self._check_heads()
+        check_latent_format(prefix, use_mla, self._form)
         layers = {} if static_forward_context is None else static_forward_context
         check_new_layer(prefix, layers)
         self._target = self._find_target(layers)
@@ -386,20 +392,26 @@ class Attention(nn.Module):
             block_size: slots per block.
             dtype: dtype of the model, and so of a cache that is not quantised.
         """
-        cache_dtype = cache_dtype_of(self.kv_cache_dtype, dtype)
-        sizes = block_size, self.num_kv_heads, self.head_size, cache_dtype
+        form = self._form
+        sizes = block_size, self.num_kv_heads, self.head_size, form.dtype or dtype
+        stored: dict[str, Any] = (
+            {"kv_cache_dtype": form.name} if form.is_measured else {}
+        )
         if self.kv_sharing_target_layer_name is not None or self.attn_type in UNCACHED:
             return None
         if self.attn_type == AttentionType.ENCODER_DECODER:
-            return CrossAttentionSpec(*sizes)
+            return CrossAttentionSpec(*sizes, **stored)
         if self.use_mla:
             return MLAAttentionSpec(*sizes, sliding_window=self.sliding_window)
         if self.attention_chunk_size is not None:
             chunk = self.attention_chunk_size
-            return ChunkedLocalAttentionSpec(*sizes, attention_chunk_size=chunk)
+            return ChunkedLocalAttentionSpec(
+                *sizes, attention_chunk_size=chunk, **stored
+            )
         if self.sliding_window is not None:
-            return SlidingWindowSpec(*sizes, sliding_window=self.sliding_window)
-        return FullAttentionSpec(*sizes)
+            window = self.sliding_window
+            return SlidingWindowSpec(*sizes, sliding_window=window, **stored)
+        return FullAttentionSpec(*sizes, **stored)
 
     def extra_repr(self) -> str:
         """Return the layer's sizes and the class of its implementation."""

@@ -240,6 +240,7 @@ class Recorder:
         scales: dict[str, Any] | None = None,
         group: str = "layers",
         names: tuple[str, str] = ("key", "value"),
+        format_name: str | None = None,
     ) -> None:
         """Compare what a layer has written to its cache, in sampled steps.
 
@@ -250,13 +251,16 @@ class Recorder:
             layer: name of the layer, unique in the engine.
             key, value: [tokens, kv_heads, head_size]; None if the layer writes nothing.
             key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
-            scales: Optional. `k_scale` and `v_scale` of an FP8 cache. If None, no scales.
+            scales: Optional. `k_scale` and `v_scale` of a quantised cache, measured ones after the
+                write. If None, no scales.
             group: the layers whose metadata the layer uses.
-            names: as in `RecordedWrite`.
+            names, format_name: as in `RecordedWrite`.
         """
         if self.wants_layers:
             caches = (key_cache, value_cache)
-            self._wrote(layer, key, value, *caches, scales or {}, group, names)
+            self._wrote(
+                layer, key, value, *caches, scales or {}, group, names, format_name
+            )
 
     def attended(
         self,
@@ -329,13 +333,14 @@ class Recorder:
         scales: dict[str, Any],
         group: str,
         names: tuple[str, str],
+        format_name: str | None,
     ) -> None:
         self._steps.num_blocks[group] = key_cache.shape[0]
         if key is None or value is None:
             return
         caches = (key_cache, value_cache)
         write = RecordedWrite(
-            layer, key, value, *caches, scales, self._fp8_steps, names
+            layer, key, value, *caches, scales, self._fp8_steps, names, format_name
         )
         if self.is_capturing:
             self._graphs.capture_write(write)

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..contract.operations import Implementation, load_implementation
 from .case import StoredCase, load_case
 from .findings import Corruption
-from .laws.attention import RowCase
 from .laws.bookkeeping import check_step
+from .laws.cache import write_again
+from .laws.row_case import RowCase
 
 OURS = {
     "optimized": "optimized",
@@ -98,17 +99,12 @@ def _run(implementation: Implementation, rows: RowCase) -> Tensor:
 def _write(case: StoredCase) -> Corruption | None:
     evidence = case.finding.evidence
     given, found = evidence["given"], evidence["found"]
-    expected = {side: torch.zeros_like(one)[:, None] for side, one in found.items()}
-    load_implementation("reference").reshape_and_cache(
-        given["key"],
-        given["value"][..., : found["value"].shape[-1]],
-        expected["key"],
-        expected["value"],
-        torch.arange(len(given["key"])),
-        **evidence["scales"],
-    )
+    run = load_implementation("reference").reshape_and_cache
+    # cases of earlier versions have no format
+    name = evidence.get("format")
+    expected = write_again(given, found, evidence["scales"], name, run)
     same = all(
-        torch.equal(_bytes(found[side]), _bytes(expected[side][:, 0])) for side in found
+        torch.equal(_bytes(found[side]), _bytes(expected[side])) for side in found
     )
     return None if same else case.finding
 

@@ -202,7 +202,7 @@ class Samples:
                 continue
             column = draw.randrange(first, int(full[row]))
             block_id = int(step.block_table[row, column])
-            caches = (call.key_cache, call.value_cache)
+            caches = (call.key_cache, call.value_cache, *call.stored_scales)
             self._next_watched.append(
                 WatchedBlock.of(call.layer, step, block_id, column, *caches)
             )

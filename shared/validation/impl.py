@@ -5,8 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.cache_formats import TENSOR_SCALE_DTYPES, cache_dtype_of
+from ..contract.cache_formats import (
+    TENSOR_SCALE_DTYPES,
+    CacheFormat,
+    cache_dtype_of,
+)
 from ..contract.kinds import AttentionType
+from ..contract.layer_pages import layer_format, state_bytes, why_no_page
 from .primitives import check_positive
 from .score_numbers import LARGEST_SLOPE, check_soft_cap
 
@@ -42,8 +47,7 @@ def check_impl(
     if logits_soft_cap:
         check_soft_cap(logits_soft_cap)
     _check_per_head(num_heads, alibi_slopes, sinks, position_bias)
-    # only the name is validated, so any model dtype will do
-    cache_dtype_of(kv_cache_dtype, torch.float16)
+    form = layer_format(kv_cache_dtype)
     counting: dict[str, object] = {
         "sliding_window": sliding_window,
         "alibi_slopes": alibi_slopes,
@@ -63,6 +67,19 @@ def check_impl(
         raise ValueError(
             f"head_size_v = {head_size_v}: expected at most head_size = {head_size}, the"
             " elements of a slot of the cache"
+        )
+    elif form.is_measured:
+        _check_stored(form, head_size, head_size_v)
+
+
+def _check_stored(form: CacheFormat, head_size: int, head_size_v: int) -> None:
+    """Raise an error for heads whose codes and scales do not fit a slot."""
+    if reason := why_no_page(form, head_size):
+        raise ValueError(reason)
+    if head_size_v % form.codes_per_element:
+        raise ValueError(
+            f"head_size_v = {head_size_v} with kv_cache_dtype = {form.name!r}: expected a multiple"
+            f" of {form.codes_per_element}, the codes in a byte"
         )
 
 
@@ -190,6 +207,17 @@ def check_cache_dtype(
         raise TypeError(
             f"kv_cache is {kv_cache.dtype} and kv_cache_dtype = {kv_cache_dtype!r}: expected"
             f" {expected}"
+        )
+
+
+def check_stored_heads(key_cache: Tensor, head_size: int, form: CacheFormat) -> None:
+    """Reject a cache whose slots do not hold the codes and the scale of a head."""
+    expected = state_bytes(form, head_size, head_size) // 2
+    if key_cache.shape[-1] != expected:
+        raise ValueError(
+            f"kv_cache has {key_cache.shape[-1]} elements per head and kv_cache_dtype ="
+            f" {form.name!r}: expected {expected}, the bytes of {head_size} codes and a scale;"
+            " a spec has them as stored_head_size"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from ..contract.cache_formats import CacheFormat
 from .attention_options import check_scale
 
 
@@ -47,6 +48,15 @@ def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) 
                 f"layer {layer.layer_name!r} has {name} = {one} and shares the cache of"
                 f" {target!r}: expected {its}, as that one has"
             )
+
+
+def check_latent_format(name: str, use_mla: bool, form: CacheFormat) -> None:
+    """Raise if a layer of latent attention is to store a scale per token and head."""
+    if use_mla and form.is_measured:
+        raise ValueError(
+            f"layer {name!r}: kv_cache_dtype = {form.name!r} and use_mla: expected auto or an FP8"
+            " dtype, since latents have formats of their own"
+        )
 
 
 def reject_option(layer: str, backend: str, name: str, value: object) -> NoReturn:

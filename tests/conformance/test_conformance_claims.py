@@ -69,7 +69,7 @@ def tried(
 def test_kernels_without_layers_do_not_hold_the_laws_about_layers() -> None:
     attend = RIGHT.operations["paged_attention"]
     about = [law for law in ALL_LAWS if "BACKENDS" in law.needs]
-    assert len(about) == 10
+    assert len(about) == 11
     for support, status in (
         (Support(), Status.MISSING),
         (Support(operations=["paged_attention"]), Status.OUTSIDE),

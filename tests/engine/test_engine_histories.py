@@ -59,7 +59,9 @@ def newest() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("resumes_as_new", [False, True])
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["auto", "fp8", "int8_per_token_head", "int4_per_token_head"]
+)
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_preemptions_groups_and_windows_change_no_output_and_raise_no_alarm(
     version: str,

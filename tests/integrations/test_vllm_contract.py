@@ -18,7 +18,11 @@ FOLDER = ROOT / "shared" / "integrations" / "vllm"
 BACKEND = "vllm.v1.attention.backend"
 LATENT = "vllm.model_executor.layers.attention.mla_attention"
 # functions that exist in some versions only; they are imported where those versions call them
-OPTIONAL_NAMES = {("vllm.v1.attention.backends.utils", "get_kv_cache_layout")}
+OPTIONAL_NAMES = {
+    ("vllm.v1.attention.backends.utils", "get_kv_cache_layout"),
+    ("vllm.config.cache", "is_known_kv_cache_dtype"),
+    ("vllm.config.cache", "register_kv_cache_dtype"),
+}
 
 
 def classes_of(use_mla: bool) -> Iterator[tuple[str, type]]:

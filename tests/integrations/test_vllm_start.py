@@ -293,6 +293,23 @@ def test_layers_that_differ_in_options_are_warmed_up_together(
     assert all(step.impl.engine_layers == () for step in steps.values())
 
 
+def test_a_layer_is_warmed_up_in_the_format_of_its_cache(
+    version: str, warmed: list[Any]
+) -> None:
+    """FP8 with one scale and with a scale per token and head have the same dtype."""
+    names = (
+        *("fp8", "fp8_per_token_head", "int4_per_token_head"),
+        "int4_per_token_head_vllm",
+    )
+    layers = [EngineSteps(version, kv_cache_dtype=name, head_size=40) for name in names]
+    for steps in layers:
+        start(steps)
+        assert steps.step((3, 1, 1)) <= 1
+    assert [spec.kv_cache_dtype for spec in warmed] == [None, *names[1:]]
+    shapes = [tuple(spec.options[0].k_scale.shape) for spec in warmed]
+    assert shapes == [(), *[tuple(spec.key_cache.shape[:3]) for spec in warmed[1:]]]
+
+
 def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
     version: str, warmed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,8 +324,9 @@ def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
 
 @pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the host")
-def test_a_real_warm_up_launches_and_changes_no_slot(version: str) -> None:
-    steps = EngineSteps(version, head_size=16)
+@pytest.mark.parametrize("name", ["auto", "int4_per_token_head"])
+def test_a_real_warm_up_launches_and_changes_no_slot(version: str, name: str) -> None:
+    steps = EngineSteps(version, head_size=16, kv_cache_dtype=name)
     assert steps.step((20, 3, 1)) <= 1
     before = steps.cache.clone()
     start(steps)

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.compiler
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import PLAIN
 from pagetwin.contract.operations import load_implementation
 from pagetwin.integrations.vllm import context_parallel
 from support.compile_kernels import pretend
@@ -187,7 +188,7 @@ def share_keys(twin: Any, bounds: dict[str, int]) -> tuple[Any, Any]:
     )
     run, group = load_implementation("optimized"), Group()
     layer = context_parallel.SharedKeys(
-        run, 16, 128, 128**-0.5, 1, None, True, config, group
+        run, 16, 128, 128**-0.5, 1, PLAIN, True, config, group
     )
     query = torch.zeros(1, 16, 128, dtype=torch.bfloat16)
     key, value = torch.zeros(2, 20, 16, 1, 128, dtype=torch.bfloat16)

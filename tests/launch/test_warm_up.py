@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import FORMATS
 from pagetwin.optimized import WarmUpSpec, warm_up
 from support.compiler_process import json_lines
 
@@ -20,15 +21,15 @@ CASES = (
 def test_calls_within_a_spec_need_no_other_kernel() -> None:
     """Launches are recorded; a kernel is compiled once per set of types and constants."""
     (found,) = json_lines(SCRIPT, "90")
-    assert found["warmed"] > 50 and found["calls"] == 350
+    assert found["warmed"] > 50 and found["calls"] == 450
     assert found["missing"] == []
 
 
 def test_a_warmed_layer_whose_keys_ranks_share_needs_no_other_kernel() -> None:
-    """Decodes, drafts, prompts and chunks of them, with and without an FP8 cache."""
+    """Decodes, drafts, prompts and chunks of them, in three cache formats."""
     script = Path(__file__).with_name("warmed_ranks.py")
     (found,) = json_lines(script, "90")
-    assert found["warmed"] > 100 and found["steps"] == 180
+    assert found["warmed"] > 100 and found["steps"] == 240
     assert found["missing"] == []
 
 
@@ -197,3 +198,30 @@ def test_an_option_that_the_operation_rejects_is_rejected(device: torch.device) 
     options = (AttentionOptions(sliding_window=0),)
     with pytest.raises(ValueError, match="sliding_window"):
         warm_up(make_spec(device, options=options))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "int8_per_token_head",
+        "fp8_per_token_head",
+        "int4_per_token_head",
+        "int4_per_token_head_vllm",
+    ],
+)
+def test_a_cache_with_a_scale_per_token_and_head_is_warmed_up(
+    name: str, device: torch.device
+) -> None:
+    """Queries of a packed cache had half of their elements, so every warm-up was an error."""
+    form = FORMATS[name]
+    shape = (6, 16, 2, form.elements(16))
+    codes = torch.full(shape, 3, dtype=torch.uint8, device=device).view(form.dtype)
+    scales = torch.ones(2, *shape[:3], device=device)
+    options = (AttentionOptions(k_scale=scales[0], v_scale=scales[1]),)
+    spec = make_spec(
+        device, key_cache=codes, value_cache=codes.clone(), options=options,
+        max_query_len=1, max_num_reqs=1, kv_cache_dtype=name,
+    )  # fmt: skip
+    found = {warmed.kernel for warmed in warm_up(spec)}
+    assert found == {"reshape_and_cache", "short_decode_kernel"}
+    assert bool((codes.view(torch.uint8) == 3).all()) and bool((scales == 1).all())

@@ -17,11 +17,14 @@ if __name__ == "__main__":
 import json
 import random
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import FORMATS
+from pagetwin.contract.layer_pages import split_scaled_cache, state_bytes
 from pagetwin.contract.operations import load_implementation
 from pagetwin.engine.rank_group import RankGroup
 from pagetwin.integrations.vllm import context_parallel
@@ -33,11 +36,12 @@ RANKS, MAX_NUM_REQS, MAX_TOKENS, MAX_SEQ_LEN = 2, 200, 600, 9000
 BOUNDS = StepBounds(MAX_NUM_REQS, MAX_TOKENS, MAX_SEQ_LEN, 3)
 SCALE = torch.tensor(0.5)
 LAYERS = (
-    (128, None, AttentionOptions()),
-    (128, None, AttentionOptions(logits_soft_cap=30.0, sinks=torch.ones(16))),
-    (64, torch.float8_e4m3fn, AttentionOptions(k_scale=SCALE, v_scale=SCALE)),
+    (128, "auto", AttentionOptions()),
+    (128, "auto", AttentionOptions(logits_soft_cap=30.0, sinks=torch.ones(16))),
+    (64, "fp8_e4m3", AttentionOptions(k_scale=SCALE, v_scale=SCALE)),
+    (64, "int4_per_token_head", AttentionOptions()),
 )
-"""Head size, dtype of an FP8 cache, and options."""
+"""Head size, cache format, and options. Measured scales are those of the cache."""
 
 
 class QuietRanks(RankGroup):
@@ -109,17 +113,27 @@ def main(chip: int) -> None:
     )
     run, group, pick = load_implementation("optimized"), Group(), random.Random(0)
     layers: list[Any] = []
-    for size, fp8, options in LAYERS:
+    for size, name, options in LAYERS:
+        form = FORMATS[name]
         layer = context_parallel.SharedKeys(
-            run, 16, size, size**-0.5, 1, fp8, True, config, group
+            run, 16, size, size**-0.5, 1, form, True, config, group
         )
-        states = torch.zeros(20, 1, 16, 2 * size, dtype=fp8 or torch.bfloat16)
-        caches = states.transpose(1, 2).split(size, -1)
+        caches: tuple[torch.Tensor, ...]
+        if form.is_measured:
+            page = torch.zeros(20, 1, 16, state_bytes(form, size, size)).to(torch.uint8)
+            *caches, k_scale, v_scale = split_scaled_cache(page, size, form)
+            options = replace(options, k_scale=k_scale, v_scale=v_scale)
+        else:
+            states = torch.zeros(
+                20, 1, 16, 2 * size, dtype=form.dtype or torch.bfloat16
+            )
+            caches = states.transpose(1, 2).split(size, -1)
         query = torch.zeros(1, 16, size, dtype=torch.bfloat16)
         kind = layer.allocate(query, query)
         told = warm_up_layers(
-            "optimized", caches, 16, torch.bfloat16, [options], BOUNDS, kind
-        )
+            "optimized", tuple(caches), 16, torch.bfloat16, [options], BOUNDS, kind,
+            cache_format=name if form.is_measured else None,
+        )  # fmt: skip
         assert told
         layers.append((layer, caches, options, size))
     warmed = keys_of(launches)

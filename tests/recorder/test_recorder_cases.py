@@ -22,7 +22,7 @@ from pagetwin.recorder.case import (
     save_case,
 )
 from pagetwin.recorder.findings import Corruption, CorruptionFound
-from pagetwin.recorder.laws.attention import RowCase
+from pagetwin.recorder.laws.row_case import RowCase
 from pagetwin.recorder.reproduce import reproduce_case
 from recorder_parts import FOUND, reproduced, step, stored
 

@@ -11,7 +11,6 @@ from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder.findings import Corruption, CorruptionFound
 from pagetwin.recorder.laws.attention import (
     RecordedCall,
-    RowCase,
     check_attention,
     gather_rows,
     why_not_recomputed,
@@ -23,6 +22,7 @@ from pagetwin.recorder.laws.cache import (
     check_watched,
     check_write,
 )
+from pagetwin.recorder.laws.row_case import RowCase
 from pagetwin.recorder.laws.row_table import RowTable
 from pagetwin.recorder.laws.schedule import Ledger, ScheduledGroup
 from pagetwin.recorder.laws.scheduled_rows import ScheduledRow, ScheduledRows
@@ -215,6 +215,15 @@ def test_a_key_or_value_that_is_not_in_its_slot_is_found(side: str) -> None:
     found = checked(recorded)
     assert found is not None and f"the {side} at position 5 (slot 13)" in found.found
     assert found.row == 0 and found.evidence["tokens"] == [0, 1, 2, 3]
+
+
+def test_the_first_elements_of_a_wide_value_are_compared() -> None:
+    """A layer whose values are smaller than its keys has slots of two elements here."""
+    recorded = write()
+    recorded = replace(recorded, value_cache=recorded.value_cache[..., :2])
+    assert checked(recorded) is None
+    recorded.value_cache[3, 1, 1, 1] += 1
+    assert checked(recorded) is not None
 
 
 def test_fp8_numbers_may_differ_by_the_codes_of_the_engine() -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from support.generated_classes import make_class, make_module
 
 FOLDER = Path(__file__).with_name("vllm_interfaces")
@@ -118,10 +120,37 @@ def _install(
     on_gpu = SimpleNamespace(is_cpu=lambda: False)
     make_module("vllm.platforms").current_platform = on_gpu  # type: ignore[attr-defined]
     _fill_registry(sys.modules["vllm.v1.attention.backends.registry"])
+    _fill_cache_names(facts["cache_dtypes"])
     utils = sys.modules["vllm.v1.attention.backends.utils"]
     if hasattr(utils, "get_kv_cache_layout"):
         utils.get_kv_cache_layout = lambda: "NHD"
     return top
+
+
+def _fill_cache_names(names: list[str]) -> None:
+    """Give the settings of caches their functions, which add a name and know it."""
+    settings: Any = sys.modules["vllm.config.cache"]
+    settings.KV_CACHE_DTYPES, settings.handlers = list(names), {}
+    if not hasattr(settings, "register_kv_cache_dtype"):
+        return
+
+    def register_kv_cache_dtype(name: str) -> Any:
+        def add(handler: Any) -> Any:
+            assert name not in settings.KV_CACHE_DTYPES, "vLLM logs a warning"
+            settings.KV_CACHE_DTYPES.append(name)
+            settings.handlers[name] = handler()
+            return handler
+
+        return add
+
+    settings.register_kv_cache_dtype = register_kv_cache_dtype
+    settings.is_known_kv_cache_dtype = lambda name: name in settings.KV_CACHE_DTYPES
+    specs: Any = sys.modules["vllm.v1.kv_cache_interface"]
+    specs.get_kv_quant_mode = lambda name: specs.KVQuantMode[name.upper()]
+    types: Any = sys.modules["vllm.utils.torch_utils"]
+    types.STR_DTYPE_TO_TORCH_DTYPE = {
+        name: torch.int8 if name.startswith("int8") else torch.uint8 for name in names
+    }
 
 
 def _fill_registry(registry: Any) -> None:

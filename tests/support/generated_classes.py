@@ -66,7 +66,14 @@ def make_class(
         ]
         if all(key.isidentifier() for key, *_ in fields):
             body.pop("__init__", None)
-            return dataclasses.make_dataclass(name, fields, namespace=body)
+            has_default = [len(field) == 3 for field in fields]
+            return dataclasses.make_dataclass(
+                name,
+                fields,
+                namespace=body,
+                # only such a class can have a field without a default after others
+                kw_only=has_default != sorted(has_default),
+            )
     bases = tuple(classes[base] for base in members["bases"] if base in classes)
     return abc.ABCMeta(name, bases, {**values, **body})
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from pagetwin.contract.layer_pages import measured_format
 from pagetwin.contract.scheduler_classes import Request
 from pagetwin.recorder import Recorder, record_backend
 from pagetwin.recorder.wrappers.vllm import VllmReader
@@ -23,7 +24,7 @@ from torch import Tensor
 from support.fake_vllm import FakeGroup
 from support.token_rows import TokenRows, end_of
 from support.vllm_outputs import WorkerOutputs
-from support.vllm_steps import BLOCK_SIZE, FP8, NUM_BLOCKS, make_cache
+from support.vllm_steps import BLOCK_SIZE, FP8, NUM_BLOCKS, STORAGE, make_cache
 
 HEADS, SIZE = 4, 32
 MAX_BLOCKS, MAX_REQS, MAX_TOKENS = 8, 4, 40
@@ -89,6 +90,7 @@ class PluginEngine:
         assert num_blocks * len(windows) <= NUM_BLOCKS
         self.version, self.windows, self.num_blocks = version, windows, num_blocks
         self.fp8, self.recorder = FP8.get(kv_cache_dtype), recorder
+        self.kv_cache_dtype, self.form = kv_cache_dtype, measured_format(kv_cache_dtype)
         self.ranks = ranks or FakeGroup(None, 1)
         self.preemptions, self.worst = 0, 0.0
         size = self.ranks.world_size
@@ -139,8 +141,9 @@ class PluginEngine:
 
     def allocate(self) -> None:
         """Give all layers a new cache, full of NaN: one, as in vLLM, whose blocks groups divide."""
-        dtype = torch.uint8 if self.fp8 else torch.float32
-        cache = make_cache(self.version, self.plain, self.kv_heads, SIZE, dtype)
+        name = self.kv_cache_dtype
+        sizes = (self.kv_heads, SIZE, STORAGE.get(name, torch.uint8) or torch.float32)
+        cache = make_cache(self.version, self.plain, *sizes, name)
         for layer in self.layers:
             layer.cache = cache
 
@@ -212,7 +215,9 @@ class PluginEngine:
         out = torch.full_like(new.query, torch.nan)
         layer.impl.forward(layer, *new, layer.cache, metadata, out)
         scales = (float(layer._k_scale), float(layer._v_scale))
-        error = rows.error(scheduled, new, out, self.windows[index], self.fp8, *scales)
+        error = rows.error(
+            scheduled, new, out, self.windows[index], self.fp8, *scales, self.form
+        )
         self.worst = max(self.worst, error)
 
     def group_rows(self, row: Sequence[int]) -> tuple[list[int], ...]:

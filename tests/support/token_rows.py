@@ -14,6 +14,8 @@ from pagetwin.conformance.oracles.brute_force import (
     judge_out,
     quantise_by_hand,
 )
+from pagetwin.conformance.oracles.cache_formats import decode_by_hand, encode_by_hand
+from pagetwin.contract.cache_formats import CacheFormat
 from torch import Tensor
 
 PRIME = 997
@@ -74,6 +76,7 @@ class TokenRows:
         fp8: torch.dtype | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        form: CacheFormat | None = None,
     ) -> float:
         """Return the error of a step's output divided by its budget; at most 1 is correct.
 
@@ -84,6 +87,7 @@ class TokenRows:
             window: Optional. Keys that a query attends to. If None, all.
             fp8: Optional. Dtype of the cache. If None, keys and values are not quantised.
             k_scale, v_scale: those of an FP8 cache.
+            form: Optional. A format whose scales are measured. If None, they are not.
         """
         requests, first = [], 0
         for request in scheduled:
@@ -91,6 +95,11 @@ class TokenRows:
             if fp8:
                 key = quantise_by_hand(key, k_scale, fp8)
                 value = quantise_by_hand(value, v_scale, fp8)
+            if form is not None:
+                key, value = (
+                    decode_by_hand(form, *encode_by_hand(form, states, None))
+                    for states in (key, value)
+                )
             last = first + request.num_scheduled_tokens
             requests.append(OracleRequest(new.query[first:last], key, value))
             first = last

@@ -70,6 +70,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "fp8_per_token_head": {"kv_cache_dtype": "fp8_per_token_head"},
     "int8_per_token_head": {"kv_cache_dtype": "int8_per_token_head"},
     "int4_per_token_head": {"kv_cache_dtype": "int4_per_token_head"},
+    "int4_sinks": {"kv_cache_dtype": "int4_per_token_head", "has_sink": True},
     "nvfp4": {"kv_cache_dtype": "nvfp4"},
     "turboquant": {"kv_cache_dtype": "turboquant_4bit_nc"},
     "scales_per_head": {"use_per_head_quant_scales": True},

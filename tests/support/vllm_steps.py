@@ -11,11 +11,16 @@ from pagetwin.conformance.oracles.brute_force import (
     judge_out,
     quantise_by_hand,
 )
+from pagetwin.conformance.oracles.cache_formats import decode_by_hand, encode_by_hand
+from pagetwin.contract.layer_pages import measured_format
 from torch import Tensor
 
 from support.fake_vllm import recorded
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 40, 6
+STORAGE = {"auto": None, "int8_per_token_head": torch.int8}
+"""The dtypes of caches that vLLM does not allocate as bytes, by its name. None is the dtype of the
+model."""
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0x7F
@@ -32,18 +37,44 @@ def vllm_config(layers: dict[str, Any], drafts: int = 0, **model: Any) -> Any:
     )
 
 
+def attention_spec(
+    kv_heads: int, head_size: int, dtype: torch.dtype, kv_cache_dtype: str = "auto"
+) -> Any:
+    """Return the stand-in's description of a layer's cache, before the backend changes it."""
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
+
+    # vLLM takes the mode of a name that the plugin has added from the plugin
+    mode = kv_cache_dtype.removesuffix("_vllm").upper()
+    return AttentionSpec(
+        num_kv_heads=kv_heads,
+        head_size=head_size,
+        head_size_v=head_size,
+        dtype=dtype,
+        kv_quant_mode=getattr(KVQuantMode, mode, KVQuantMode.NONE),
+    )
+
+
 def make_cache(
-    version: str, backend: Any, kv_heads: int, head_size: int, dtype: torch.dtype
+    version: str,
+    backend: Any,
+    kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    kv_cache_dtype: str = "auto",
 ) -> Tensor:
     """Return a layer's cache as that version of vLLM allocates it, full of NaN."""
+    sizes = (NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_size, kv_cache_dtype)
     if hasattr(backend, "get_kv_cache_shape"):
-        shape = backend.get_kv_cache_shape(NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_size)
+        shape = backend.get_kv_cache_shape(*sizes)
         order = backend.get_kv_cache_stride_order()
     else:  # vLLM's layout LBNHC
-        shape = (NUM_BLOCKS, kv_heads, BLOCK_SIZE, 2 * head_size)
+        spec = attention_spec(kv_heads, head_size, dtype, kv_cache_dtype)
+        content = backend.customize_spec(spec).state_content_bytes
+        content = 2 * head_size if content is None else content // dtype.itemsize
+        shape = (NUM_BLOCKS, kv_heads, BLOCK_SIZE, content)
         order = (0, 2, 1, 3)
     packed = torch.empty([shape[axis] for axis in order], dtype=dtype)
-    packed.fill_(POISON if dtype == torch.uint8 else torch.nan)
+    packed.fill_(torch.nan if dtype.is_floating_point else POISON)
     return packed.permute([order.index(axis) for axis in range(len(order))])
 
 
@@ -61,6 +92,7 @@ class EngineSteps:
             layer has a cache of its own.
         model: Optional. Fields of vLLM's `ModelConfig`, by name. If None, it has the length alone.
         clamp: whether the layer limits its images to its window.
+        backend: Optional. The backend class. If None, that of the plugin.
         options: further arguments of the layer, by name.
     """
 
@@ -78,6 +110,7 @@ class EngineSteps:
         source: "EngineSteps | None" = None,
         model: dict[str, Any] | None = None,
         clamp: bool = False,
+        backend: Any = None,
         **options: Any,
     ) -> None:
         from pagetwin.integrations.vllm.plugin import choose_backend
@@ -85,7 +118,8 @@ class EngineSteps:
         self.version, self.options, self.device = version, options, device
         self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
         self.dtype, self.fp8 = dtype, FP8.get(kv_cache_dtype)
-        backend = choose_backend()
+        self.measured = measured_format(kv_cache_dtype)
+        backend = backend or choose_backend()
         self.impl = backend.get_impl_cls()(
             heads,
             head_size,
@@ -112,9 +146,10 @@ class EngineSteps:
         )
         self.impl.bounds = None  # warm-up has tests of its own
         self.random = torch.Generator().manual_seed(5)
-        cache_dtype = torch.uint8 if self.fp8 else dtype
+        cache_dtype = STORAGE.get(kv_cache_dtype, torch.uint8) or dtype
         if source is None:
-            cache = make_cache(version, backend, kv_heads, head_size, cache_dtype)
+            sizes = (kv_heads, head_size, cache_dtype, kv_cache_dtype)
+            cache = make_cache(version, backend, *sizes)
             self.cache = torch.empty_like(cache, device=device).copy_(cache)
             self.keys = [self._rows(kv_heads, 0) for _ in range(num_reqs)]
             self.values = [self._rows(kv_heads, 0) for _ in range(num_reqs)]
@@ -254,7 +289,17 @@ class EngineSteps:
     def stored(self, req: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a sequence as a cache has them."""
         key, value = self.keys[req].cpu(), self.values[req].cpu()
-        if not self.fp8 or self.impl.own.is_uncached:
+        if self.impl.own.is_uncached:
+            return key, value
+        if self.measured is not None:
+            key, value = (
+                decode_by_hand(
+                    self.measured, *encode_by_hand(self.measured, rows, None)
+                )
+                for rows in (key, value)
+            )
+            return key, value
+        if not self.fp8:
             return key, value
         return quantise_by_hand(key, 0.5, self.fp8), quantise_by_hand(
             value, 0.25, self.fp8

@@ -18,12 +18,15 @@ if __name__ == "__main__":
 import json
 import random
 import sys
+from dataclasses import replace
 from importlib import import_module
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import FORMATS, head_size_of
+from pagetwin.contract.layer_pages import split_scaled_cache, state_bytes
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -40,20 +43,28 @@ class Layer(NamedTuple):
         heads: query heads.
         max_query_len: new tokens of a request.
         is_latent: whether its values are the first columns of one head's keys.
+        name: format of its cache. Scales that are measured are stored in its pages.
     """
 
     options: AttentionOptions = AttentionOptions()
     heads: int = 32
     max_query_len: int = MAX_QUERY_LEN
     is_latent: bool = False
+    name: str = "auto"
 
-    def make_caches(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cache of keys and that of values."""
+    def make_caches(self) -> tuple[torch.Tensor, torch.Tensor, AttentionOptions]:
+        """Return the cache of keys, that of values, and the options of calls over them."""
+        form = FORMATS[self.name]
         if self.is_latent:
             key = torch.zeros(20, BLOCK_SIZE, 1, 576, dtype=torch.bfloat16)
-            return key, key[..., :512]
+            return key, key[..., :512], self.options
+        if form.is_measured:
+            shape = (20, 8, BLOCK_SIZE, state_bytes(form, 128, 128))
+            page = torch.zeros(shape, dtype=torch.uint8)
+            key, value, k_scale, v_scale = split_scaled_cache(page, 128, form)
+            return key, value, replace(self.options, k_scale=k_scale, v_scale=v_scale)
         both = torch.zeros(2, 20, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16)
-        return both[0], both[1]
+        return both[0], both[1], self.options
 
     @property
     def cascades(self) -> bool:
@@ -69,6 +80,8 @@ LAYERS = (
     Layer(heads=16, max_query_len=1, is_latent=True),
     Layer(heads=16, max_query_len=128, is_latent=True),
     Layer(heads=128, max_query_len=4, is_latent=True),
+    Layer(name="int8_per_token_head"),
+    Layer(AttentionOptions(sinks=torch.ones(32)), name="int4_per_token_head_vllm"),
 )
 
 
@@ -116,20 +129,31 @@ def draw_lens(pick: random.Random, max_query_len: int) -> list[tuple[int, int]]:
 def call(
     lens: list[tuple[int, int]], caches: Any, layer: Layer, lse: bool, prefix: int
 ) -> None:
-    """Make one call of paged attention, or of a cascade if there is a prefix."""
+    """Make one call of paged attention, or of a cascade if there is a prefix.
+
+    A layer whose scales are measured writes the new keys and values before.
+    """
+    key_cache, value_cache, options = caches
     twin = import_module("pagetwin.optimized")
     tokens, longest = sum(new for new, _ in lens), max(keys for _, keys in lens)
     starts = torch.tensor([0, *(new for new, _ in lens)]).cumsum(0).int()
     arguments = (
-        torch.empty(tokens, layer.heads, caches[0].shape[3], dtype=torch.bfloat16),
-        *caches,
+        torch.empty(tokens, layer.heads, head_size_of(key_cache), dtype=torch.bfloat16),
+        key_cache,
+        value_cache,
         torch.zeros(len(lens), -(-longest // BLOCK_SIZE), dtype=torch.int32),
         starts,
         torch.tensor([keys for _, keys in lens], dtype=torch.int32),
         max(new for new, _ in lens),
         longest,
     )
-    given: dict[str, Any] = {"options": layer.options}
+    given: dict[str, Any] = {"options": options}
+    if FORMATS[layer.name].is_measured:
+        new = torch.empty(2, tokens, key_cache.shape[2], 128, dtype=torch.bfloat16)
+        slots = torch.full((tokens,), -1)
+        twin.reshape_and_cache(
+            *new, key_cache, value_cache, slots, options.k_scale, options.v_scale, layer.name
+        )  # fmt: skip
     if lse:
         given["lse"] = torch.empty(layer.heads, tokens)
     if prefix:
@@ -146,7 +170,7 @@ def main(chip: int) -> None:
     # of the kernels for Hopper, which need a CUDA device, those of latent attention
     latent_family.is_hopper = lambda device: chip == 90
     for layer in LAYERS:
-        key_cache, value_cache = layer.make_caches()
+        key_cache, value_cache, options = layer.make_caches()
         spec = twin.WarmUpSpec(
             key_cache=key_cache,
             value_cache=value_cache,
@@ -154,9 +178,11 @@ def main(chip: int) -> None:
             max_num_reqs=MAX_NUM_REQS,
             max_query_len=layer.max_query_len,
             max_seq_len=MAX_SEQ_LEN,
-            options=(layer.options,),
+            options=(options,),
             lse=(False, True),
             cascades=layer.cascades,
+            dtype=torch.bfloat16,
+            kv_cache_dtype=None if layer.is_latent else layer.name,
         )
         told = twin.warm_up(spec)
         assert told

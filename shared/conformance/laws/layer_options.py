@@ -2,10 +2,11 @@
 
 Options reach attention in three ways. Some belong to the layer, some come with the step through the
 builder's metadata, and the FP8 scales come with the layer and the output. Any combination must give
-the same result as a direct call of attention. The expected cache is written out byte by byte.
+the same result as a direct call of attention. The expected cache is written out byte by byte, also
+in the formats that store a scale after the codes of each head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ...contract.cache_formats import FORMATS, CacheFormat
+from ...contract.cache_formats import PLAIN as PLAIN_FORMAT
 from ...contract.kinds import PAD_SLOT_ID
+from ...contract.layer_pages import split_half
 from ...contract.metadata_classes import CommonAttentionMetadata
 from ...contract.specs import KVCacheSpec
 from ...engine.backend_interface import AttentionBackend
@@ -30,6 +34,7 @@ from ..cases.rearranging import only
 from ..cases.steps import counts
 from ..checks.expect import expect_same
 from ..oracles.brute_force import column
+from ..oracles.cache_formats import encode_by_hand
 from .attention import Drawn
 from .backends import make_builder, that_take
 from .law import law
@@ -46,6 +51,8 @@ OF_LAYERS = (
 OF_STEPS = ("causal", "tree_mask", "query_ranges", "batch_invariant")
 """Options of a layer's step. Options of neither kind stay off: a layer does not take them."""
 CACHE_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+OF_STORED_SCALES = ("separate", "interleaved", "hnd", "interleaved hnd")
+"""Layouts in which a scale begins at a multiple of 4 bytes."""
 Images = dict[int, list[tuple[int, int]]]
 
 
@@ -84,11 +91,12 @@ class LayerStep:
             fewest new tokens come first.
         images: Image spans of each request. Tokens of a span attend to each other in both
             directions.
-        before, after: [2, num_blocks, block_size, kv_heads, head_size] The cache on the host before
-            and after the step.
+        before, after: [2, num_blocks, block_size, kv_heads, stored_head_size] The cache on the host
+            before and after the step.
         key, value: [tokens, kv_heads, head_size] and [..., value_head_size] New keys and values.
         slots: The slots of the new tokens. PAD_SLOT_ID if an earlier token of the step has the same
             slot.
+        form: The format of the cache, if it stores its scales.
     """
 
     call: Call
@@ -98,10 +106,17 @@ class LayerStep:
     key: Tensor
     value: Tensor
     slots: list[int]
+    form: CacheFormat = PLAIN_FORMAT
 
 
-def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep:
-    """Return the step of a choice; the last keys of each request are its new tokens."""
+def build_step(
+    case: Drawn, device: torch.device, has_images: bool, multiple: int = 1
+) -> LayerStep:
+    """Return the step of a choice; the last keys of each request are its new tokens.
+
+    Args:
+        multiple: What the elements of a value are a multiple of, if those of a key are.
+    """
     call = build_call(*case, device)
     pick = Random(f"layer {case[1]}")
     # two requests are enough to detect mixed-up requests, and they run fast
@@ -113,7 +128,8 @@ def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep
     if ranges is not None:
         call = call.changed(query_ranges=ranges)
     size = call.query.shape[2]
-    value_size = pick.choice([size, size, max(1, size - 3)])
+    fewer = max(1, size - 3)
+    value_size = pick.choice([size, size, fewer - fewer % multiple])
     scales = [call.arguments.get(name, 1.0) for name in ("k_scale", "v_scale")]
     after = torch.stack(
         [call.arguments[name].cpu() for name in ("key_cache", "value_cache")]
@@ -144,6 +160,47 @@ def build_step(case: Drawn, device: torch.device, has_images: bool) -> LayerStep
     call = call.changed(key_cache=after[0], value_cache=after[1][..., :value_size])
     key, value = brought
     return LayerStep(call, images, before, after, key, value, slots)
+
+
+def in_format(step: LayerStep, form: CacheFormat, device: torch.device) -> LayerStep:
+    """Return the step over a cache that stores codes, each head's with its scale after them.
+
+    Slots without numbers have codes of 170 and a scale of NaN. The first element of the values of a
+    head is large, so formats of four bits that are read alike are written otherwise.
+
+    Args:
+        step: A step whose cache holds the numbers.
+        form: A format whose scales are measured.
+        device: The device of attention.
+    """
+    assert form.dtype is not None
+    size, value_size = step.call.query.shape[2], step.value.shape[2]
+    step = replace(step, value=step.value.clone(), after=step.after.clone())
+    for values in (step.value, step.before[1], step.after[1]):
+        values[..., :1, 0] += LARGE
+    codes = form.elements(size)
+    shape = (*step.after.shape[:-1], codes + 4)
+    before, after = (torch.full(shape, 170, dtype=torch.uint8) for _ in range(2))
+    for coded, plain in ((before, step.before), (after, step.after)):
+        for half, numbers, width in zip(coded, plain, (size, value_size), strict=True):
+            scales = half[..., codes:].view(torch.float32)[..., 0]
+            scales.fill_(NAN)
+            used = ~numbers[..., :width].isnan().flatten(2).any(2)
+            made, measured = encode_by_hand(form, numbers[used][..., :width], None)
+            stored = half[..., : made.shape[-1]].clone()
+            stored[used] = made.view(torch.uint8)
+            half[..., : made.shape[-1]] = stored
+            scales[used] = measured
+    before, after = before.view(form.dtype), after.view(form.dtype)
+    arguments: dict[str, Any] = {}
+    for name, half, width in zip(
+        "kv", after.to(device), (size, value_size), strict=True
+    ):
+        cache = "key_cache" if name == "k" else "value_cache"
+        part, arguments[f"{name}_scale"] = split_half(half, size, width, form)
+        arguments[cache] = part
+    call = step.call.changed(**arguments)
+    return replace(step, call=call, before=before, after=after, form=form)
 
 
 def _on_host(scale: Any) -> Any:
@@ -227,12 +284,25 @@ def layer_options(call: Call) -> dict[str, Any]:
     return made
 
 
-def expect_right_layer(setting: Setting, case: Drawn, has_images: bool = False) -> None:
-    step = build_step(case, setting.device, has_images)
-    call, size = step.call, step.call.query.shape[2]
-    options = layer_options(call)
+def expect_right_layer(
+    setting: Setting,
+    case: Drawn,
+    has_images: bool = False,
+    form: CacheFormat = PLAIN_FORMAT,
+) -> None:
+    """Raise if a layer of any backend is wrong.
+
+    Args:
+        form: The format of its cache, if it stores its scales.
+    """
+    step = build_step(case, setting.device, has_images, form.codes_per_element)
+    options, size = layer_options(step.call), step.call.query.shape[2]
+    of_spec: dict[str, Any] = {}
+    if form.is_measured:
+        step = in_format(step, form, setting.device)
+        of_spec["kv_cache_dtype"] = options["kv_cache_dtype"] = form.name
     block_size, kv_heads = step.after.shape[2:4]
-    spec = KVCacheSpec(block_size, kv_heads, size, step.after.dtype)
+    spec = KVCacheSpec(block_size, kv_heads, size, step.after.dtype, **of_spec)
     able = [
         backend
         for backend in that_take(setting, spec)
@@ -256,8 +326,12 @@ def run_layer(
     call, device = step.call, setting.device
     given, (tokens, heads, size) = call.arguments, call.query.shape
     num_blocks, block_size, kv_heads = step.after.shape[1:4]
-    layout, stored = LAYOUTS[seed % len(LAYOUTS)], step.after.dtype
-    cache = empty_cache(layout, num_blocks, block_size, kv_heads, size, stored, device)
+    layouts = OF_STORED_SCALES if step.form.is_measured else LAYOUTS
+    layout, stored = layouts[seed % len(layouts)], step.after.dtype
+    cache = empty_cache(
+        layout, num_blocks, block_size, kv_heads, step.after.shape[4], stored, device,
+        NAN if stored.is_floating_point else 0,
+    )  # fmt: skip
     cache.copy_(step.before)
     padding = seed % 3
     query, key, value = (
@@ -291,6 +365,33 @@ def a_layer_applies_its_options_and_those_of_its_step(
 ) -> None:
     """Options are windows, chunks, caps, biases, sinks, flags, trees and FP8 outputs."""
     expect_right_layer(setting, case)
+
+
+LARGE = 64.0
+"""More than the sum of the other numbers of a head may be. It is exact in every dtype."""
+STORED = tuple(form for form in FORMATS.values() if form.is_measured)
+"""Formats whose scales are stored with the codes."""
+OF_PAGES = (("cache", "as the query"), ("scales", "none"))
+SIZES = ("32", "80")
+"""Head sizes whose codes and scales a page holds in every format."""
+
+
+@law(
+    "BACKENDS",
+    cases=st.one_of(
+        *(
+            st.tuples(st.just(form.name), layer_cases((*OF_PAGES, ("head_size", size))))
+            for form in STORED
+            for size in SIZES
+        )
+    ),
+)
+def a_layer_stores_codes_and_their_scales(
+    setting: Setting, case: tuple[str, Drawn]
+) -> None:
+    """The scale of a head is stored after its codes. Unwritten slots have scales of NaN."""
+    name, drawn = case
+    expect_right_layer(setting, drawn, form=FORMATS[name])
 
 
 PLAIN_DECODES = (

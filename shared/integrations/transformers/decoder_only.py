@@ -58,8 +58,9 @@ def run_requests(
     max_batch_tokens = min(settings.max_batch_tokens, _most_rows(model))
     scheduler = Scheduler(manager, max_batch_tokens, settings.max_running)
     batch = PagedBatch(
-        settings.implementation, num_blocks, block_size, model.device, recorder
-    )
+        settings.implementation, num_blocks, block_size, model.device, recorder,
+        settings.cache_format,
+    )  # fmt: skip
     logits: list[list[Tensor]] = [[] for _ in prompts]
     written: set[int] = set()
     settings.streams.put_prompts(prompts)

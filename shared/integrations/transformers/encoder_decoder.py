@@ -121,7 +121,11 @@ def _run_wave(
     lengths = [request.encoder_len for request in wave]
     caches = [
         PagedCache(
-            max(1, count), settings.block_size, settings.implementation, lengths=stored
+            max(1, count),
+            settings.block_size,
+            settings.implementation,
+            lengths=stored,
+            cache_format=settings.cache_format,
         )
         for count, stored in (
             (len(wave) * settings.blocks_of(decoder_len), None),

@@ -21,6 +21,7 @@ from ...validation.integrations import (
     check_streamers,
     load_named,
 )
+from ...validation.library_formats import read_cache_format
 from .decoder_only import run_requests
 from .encoder_decoder import run_waves
 from .sampling.sampler import Sampler, complete_config, draw_seeds
@@ -47,6 +48,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     seed: int | Sequence[int] | None = None,
     streamer: Any | Sequence[Any] | None = None,
+    cache_format: str = "auto",
 ) -> list[list[int]]:
     """Return the next tokens of each prompt: the most likely ones, or sampled ones.
 
@@ -90,6 +92,8 @@ def generate(
             `model.generate` for that prompt alone. If None, seeds are drawn from torch's.
         streamer: Optional. A streamer of the library per prompt, or one for one prompt; None for
             a prompt that is not streamed.
+        cache_format: name of the cache format of all layers (docs/cache_formats.md): `auto` keeps
+            keys and values as they are, others store codes. An FP8 cache has the scale 1.
 
     Returns:
         For each prompt its new tokens.
@@ -98,8 +102,9 @@ def generate(
         TypeError: prompts are anything but token ids of each prompt, for instance a flat list, a
             string or a tensor; or a number is not an integer.
         ValueError: a limit is less than 1, no prompt is given, a prompt is empty, has an unknown
-            token, never fits in the cache or is too long for the model's table of positions, or
-            the implementation cannot be loaded.
+            token, never fits in the cache or is too long for the model's table of positions, the
+            implementation cannot be loaded, or the cache format is unknown or does not take the
+            head size of a layer.
         NotImplementedError: a layer of the model does not use the twin, the twin cannot compute
             it exactly, or `generation_config` asks for a search.
         RuntimeError: another thread runs a model with the same configuration on another twin.
@@ -113,6 +118,7 @@ def generate(
     streams = Streams(check_streamers(streamer, len(prompts)))
     with torch.no_grad(), streams:
         load_named(implementation)
+        read_cache_format(cache_format)
         config, stops = complete_config(
             model, generation_config, eos_token_id, max_new_tokens is not None
         )
@@ -131,6 +137,7 @@ def generate(
             stop_token_ids=stops,
             sampler=Sampler(model, config, seeds, limits["max_new_tokens"]),
             streams=streams,
+            cache_format=cache_format,
             **limits,
         )
         statistics = Statistics() if statistics is None else statistics

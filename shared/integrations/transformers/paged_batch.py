@@ -30,6 +30,7 @@ from ...validation.library_caches import (
     check_step_length,
     check_tokens,
 )
+from ...validation.library_formats import read_cache_format
 from ...validation.library_models import (
     check_no_padding_positions,
     check_reads_positions,
@@ -43,7 +44,7 @@ from .models.positions import (
     scale_by_position,
     scales_by_row,
 )
-from .pages import Pages
+from .pages import Pages, with_scales
 from .steps.step import Step, StepMask
 
 
@@ -61,10 +62,12 @@ class PagedBatch:
         block_size: slots per block.
         device: device of the model.
         recorder: Optional. Checks each step. If None, nothing is checked.
+        cache_format: name of the format of all layers' caches. An FP8 cache has the scale 1.
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: a number is less than 1, or the implementation cannot be loaded.
+        ValueError: a number is less than 1, the implementation cannot be loaded, or no format has
+            that name.
     """
 
     def __init__(
@@ -74,8 +77,10 @@ class PagedBatch:
         block_size: int,
         device: torch.device | str,
         recorder: Recorder | None = None,
+        cache_format: str = "auto",
     ) -> None:
         self.name = implementation
+        self.form = read_cache_format(cache_format)
         self.num_blocks = read_count("num_blocks", num_blocks)
         self.block_size = read_count("block_size", block_size)
         self.run: Any = load_named(implementation)
@@ -172,8 +177,8 @@ class PagedBatch:
 
         Raises:
             NotImplementedError: the model does not take the positions of the step exactly.
-            ValueError: the step is not the current one, the layer has run in it already, or the
-                pages are those of another model.
+            ValueError: the step is not the current one, the layer has run in it already, the pages
+                are those of another model, or the cache format does not take its head size.
         """
         metadata = step.metadata
         layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -186,14 +191,16 @@ class PagedBatch:
         if scales_by_row(module):
             flat_query = scale_by_position(module, flat_query, step.positions)
         pages = self.pages.get(layer) or Pages.like(
-            flat_key, flat_value, self.num_blocks, self.block_size
-        )
+            flat_key, flat_value, self.num_blocks, self.block_size, self.form,
+            type(module).__name__,
+        )  # fmt: skip
         self.run.reshape_and_cache(
             flat_key,
             flat_value,
             pages.key_cache,
             pages.value_cache,
             metadata.slot_mapping,
+            **pages.of_write,
         )
         out: Tensor = self.run.paged_attention(
             flat_query,
@@ -204,7 +211,7 @@ class PagedBatch:
             metadata.seq_lens,
             metadata.max_query_len,
             metadata.max_seq_len,
-            **arguments,
+            **with_scales(arguments, pages),
         )
         self.pages[layer], self._owners[layer] = pages, weakref.ref(module)
         step.layers_run.add(layer)
@@ -227,7 +234,7 @@ class PagedBatch:
             check_row_scale(name, metadata.num_actual_tokens, module.floor_scale)
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Fill blocks with NaN in every layer.
+        """Fill blocks in every layer so that a read of them gives NaN.
 
         Raises:
             IndexError: a block id is outside the cache. Nothing has changed.

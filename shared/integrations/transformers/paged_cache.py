@@ -19,6 +19,7 @@ from ...validation.library_caches import (
     check_lengths,
     check_request_indices,
 )
+from ...validation.library_formats import read_cache_format
 from .steps.block_rows import BlockRows
 from .steps.paged_layer import PagedLayer
 
@@ -39,10 +40,12 @@ class PagedCache(Cache):  # type: ignore[misc]
             operations. It writes the pages.
         lengths: Optional. [reqs] tokens of each request that are stored; the tokens after them are
             padding. If None, the attention mask says which tokens are padding.
+        cache_format: name of the format of all layers' pages. An FP8 cache has the scale 1.
 
     Raises:
         TypeError: a number is not an integer.
-        ValueError: a number is out of range, or the implementation cannot be loaded.
+        ValueError: a number is out of range, the implementation cannot be loaded, or no format has
+            that name.
     """
 
     layers: list[PagedLayer]
@@ -53,7 +56,9 @@ class PagedCache(Cache):  # type: ignore[misc]
         block_size: int = 16,
         implementation: str = "optimized",
         lengths: Sequence[int] | None = None,
+        cache_format: str = "auto",
     ) -> None:
+        form = read_cache_format(cache_format)
         self.rows = BlockRows(
             load_named(implementation),
             read_count("num_blocks", num_blocks),
@@ -62,7 +67,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         )
         layers: list[PagedLayer] = []
         super().__init__(
-            layer_class_to_replicate=partial(PagedLayer, self.rows, layers)
+            layer_class_to_replicate=partial(PagedLayer, self.rows, layers, form)
         )
         self.layers = layers
 

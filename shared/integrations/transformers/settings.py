@@ -13,6 +13,7 @@ class Settings:
     Args:
         implementation, max_new_tokens, block_size, num_blocks, max_batch_tokens, max_running: as
             in `generate`.
+        cache_format: the same.
         stop_token_ids: token ids that end an output.
         sampler: chooses the tokens.
         streams: pass the tokens on while the call runs.
@@ -27,6 +28,7 @@ class Settings:
     stop_token_ids: frozenset[int]
     sampler: Sampler
     streams: Streams
+    cache_format: str = "auto"
 
     def blocks_of(self, num_tokens: int) -> int:
         """Return the number of blocks that hold so many tokens."""

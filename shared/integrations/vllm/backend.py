@@ -5,17 +5,15 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
+from ...contract.layer_pages import measured_format, why_no_page
 from ...contract.specs import KVCacheSpec
 from .builder import PagetwinMetadataBuilder, load_plugin_implementation
-from .caches import FP8_NAMES, choose_shape
+from .caches import FP8_NAMES, MODEL_DTYPES, SCALED_NAMES, choose_shape, with_scales
 from .impl import PagetwinImpl
 from .settings import IMPLEMENTATION_VARIABLE
 from .versions import BACKEND_NAME, OWN_NAME, installed_interface
 
 _Shape: Any = choose_shape(installed_interface())
-
-CACHE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""vLLM's names of caches that are not quantised, besides "auto"."""
 
 
 class Reasons:
@@ -73,12 +71,15 @@ class Reasons:
             reasons.append(
                 f"kv_cache_dtype = {kv_cache_dtype}: expected {', '.join(known)}"
             )
-        given = CACHE_DTYPES.get(kv_cache_dtype or "auto", dtype)
+        given = MODEL_DTYPES.get(kv_cache_dtype or "auto", dtype)
         if given != dtype:
             reasons.append(
-                f"kv_cache_dtype = {kv_cache_dtype}: expected auto or an FP8 dtype with a model"
-                f" of {dtype}"
+                f"kv_cache_dtype = {kv_cache_dtype}: expected auto or a quantized format with a"
+                f" model of {dtype}"
             )
+        form = measured_format(kv_cache_dtype or "auto")
+        if form is not None and (reason := why_no_page(form, head_size)):
+            reasons.append(reason)
         backend = load_plugin_implementation().backends[0]
         # vLLM's default block size is 16; no reason depends on the number of heads
         spec = KVCacheSpec(block_size or 16, 1, head_size, dtype)
@@ -97,7 +98,12 @@ class PagetwinBackend(Reasons, _Shape, AttentionBackend):
         torch.bfloat16,
         torch.float32,
     ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *CACHE_DTYPES, *FP8_NAMES]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [
+        "auto",
+        *MODEL_DTYPES,
+        *FP8_NAMES,
+        *SCALED_NAMES,
+    ]
     # vLLM then calls do_kv_cache_update by itself, before forward
     forward_includes_kv_cache_update: bool = False
 
@@ -120,6 +126,14 @@ class PagetwinBackend(Reasons, _Shape, AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         """Return the block sizes: multiples of 16. vLLM divides no block of such a size."""
         return [MultipleOf(16)]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the description of a cache, with the bytes of scales that are stored in it.
+
+        vLLM calls it from 0.28 on. Before that, `get_kv_cache_shape` says how large a state is.
+        """
+        return with_scales(spec)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

@@ -5,20 +5,60 @@ each other on every rank, all of them are also written into blocks that a rank d
 the dtype of its cache.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...contract.cache_formats import CACHE_DTYPE_NAMES
+from ...contract.cache_formats import (
+    CACHE_DTYPE_NAMES,
+    FORMATS,
+    PLAIN,
+    CacheFormat,
+    named_format,
+)
 from ...contract.cache_formats import split_layer_cache as split_layer_cache
+from ...contract.layer_pages import measured_format, state_bytes
 
 FP8_NAMES = CACHE_DTYPE_NAMES
 """vLLM's names of the FP8 dtypes."""
 
+MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+"""vLLM's names of caches that are not quantised, besides "auto"."""
+
+SCALED_NAMES = tuple(name for name, form in FORMATS.items() if form.is_measured)
+"""Names of the formats with a scale per token and head: vLLM's, and those that the plugin adds."""
+
 NEW_BLOCK_SIZE = 16
 """Slots of a block of new keys."""
+
+
+def format_of(name: str) -> CacheFormat:
+    """Return the format of a cache by vLLM's name.
+
+    Raises:
+        ValueError: No format has this name.
+    """
+    return PLAIN if name in MODEL_DTYPES else named_format(name)
+
+
+def with_scales(spec: Any) -> Any:
+    """Return vLLM's description of a cache, with the bytes of scales that are stored in it.
+
+    Args:
+        spec: an `AttentionSpec` of vLLM 0.28 or later. It is returned as it is if its scales are
+            not stored, or its bytes are given already.
+
+    Raises:
+        ValueError: a page cannot hold its heads.
+    """
+    name = getattr(spec.kv_quant_mode, "name", "").lower()
+    form = measured_format(name)
+    if form is None or spec.state_content_bytes is not None:
+        return spec
+    content = state_bytes(form, spec.head_size, spec.head_size_v)
+    return replace(spec, state_content_bytes=content)
 
 
 class HalvesShape:
@@ -32,7 +72,10 @@ class HalvesShape:
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
+        """Return the shape of a layer's cache; a key has its scale after it."""
+        form = measured_format(cache_dtype_str)
+        if form is not None:
+            head_size = state_bytes(form, head_size, head_size) // 2
         return (num_blocks, 2, block_size, num_kv_heads, head_size)
 
     @staticmethod
@@ -58,8 +101,12 @@ class PackedShape:
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+        """Return the shape of a layer's cache; keys and values have their scales after them."""
+        form = measured_format(cache_dtype_str)
+        content = 2 * head_size
+        if form is not None:
+            content = state_bytes(form, head_size, head_size)
+        return (num_blocks, num_kv_heads, block_size, content)
 
     @staticmethod
     def get_kv_cache_stride_order(

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.cache_formats import CacheFormat
 from ...contract.operations import Implementation
 from ...contract.parallel import RankBatch
 from ...engine.rank_group import RankGroup
@@ -34,6 +35,8 @@ class LayerKind:
             new keys of prompts.
         lses: [2, num_heads, max tokens] float32, their log-sum-exps.
         new_caches: [blocks, 16, kv_heads, size], for the new keys and values of prompts.
+        new_scales: `k_scale` and `v_scale` of these, [blocks, 16, kv_heads], if they are measured;
+            otherwise empty, as they are those of the layer.
     """
 
     step: Any
@@ -42,6 +45,7 @@ class LayerKind:
     new: Tensor
     lses: Tensor
     new_caches: tuple[Tensor, Tensor]
+    new_scales: dict[str, Any]
 
 
 _KINDS: "weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], LayerKind]]" = (
@@ -77,7 +81,7 @@ class SharedKeys:
         head_size: elements of a key.
         scale: factor of the dot products.
         num_kv_heads: KV heads that each rank stores.
-        cache_dtype: Optional. Dtype of an FP8 cache. If None, that of the queries.
+        form: format of its cache.
         owns_cache: whether the layer's new keys are in its cache, not those of another layer.
         config: vLLM's configuration.
         group: vLLM's group of decode context parallelism.
@@ -90,14 +94,14 @@ class SharedKeys:
         head_size: int,
         scale: float,
         num_kv_heads: int,
-        cache_dtype: torch.dtype | None,
+        form: CacheFormat,
         owns_cache: bool,
         config: Any,
         group: Any,
     ) -> None:
         self.run, self.config, self.group = run, config, group
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
-        self.num_kv_heads, self.cache_dtype = num_kv_heads, cache_dtype
+        self.num_kv_heads, self.form = num_kv_heads, form
         self.owns_cache = owns_cache
         speculative = getattr(config, "speculative_config", None)
         drafts = getattr(speculative, "num_speculative_tokens", None) or 0
@@ -120,7 +124,7 @@ class SharedKeys:
             return self.kind
         value_size, device = output.shape[-1], query.device
         sizes = (self.num_heads, self.head_size, value_size)
-        of_cache = (self.num_kv_heads, self.cache_dtype)
+        of_cache = (self.num_kv_heads, self.form.name)
         name = (self.run.name, *sizes, *of_cache, interleave_size, query.dtype, device)
         kinds = _KINDS.setdefault(self.group, {})
         if name not in kinds:
@@ -145,14 +149,16 @@ class SharedKeys:
             blocks = count_blocks(
                 tokens, int(self.config.scheduler_config.max_num_seqs)
             )
+            slots = (blocks, NEW_BLOCK_SIZE, self.num_kv_heads)
             key, value = (
                 torch.empty(
-                    (blocks, NEW_BLOCK_SIZE, self.num_kv_heads, size),
-                    dtype=self.cache_dtype or query.dtype,
+                    (*slots, self.form.elements(size)),
+                    dtype=self.form.dtype or query.dtype,
                     device=device,
                 )
                 for size in sizes[1:]
             )
+            measured = ("k_scale", "v_scale") if self.form.is_measured else ()
             kinds[name] = LayerKind(
                 step,
                 interleave_size,
@@ -160,6 +166,7 @@ class SharedKeys:
                 partials[1],
                 partials.new_empty(2, self.num_heads, tokens),
                 (key, value),
+                {name: torch.empty(slots, device=device) for name in measured},
             )
         self.kind = kinds[name]
         return self.kind
@@ -212,8 +219,11 @@ class SharedKeys:
             # the sink counts once, with the new keys
             replace(options, sinks=None),
         )  # fmt: skip
+        options = replace(options, **kind.new_scales)
+        named = {"kv_cache_dtype": self.form.name} if kind.new_scales else {}
         self.run.reshape_and_cache(
-            key, value, *kind.new_caches, blocks.slot_mapping, options.k_scale, options.v_scale
+            key, value, *kind.new_caches, blocks.slot_mapping, options.k_scale, options.v_scale,
+            **named,
         )  # fmt: skip
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         self.run.paged_attention(

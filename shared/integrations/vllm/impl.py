@@ -8,8 +8,9 @@ from vllm.v1.attention.backend import AttentionImpl as VllmAttentionImpl
 from vllm.v1.attention.backend import AttentionType
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.layer_pages import split_scaled_cache
 from .builder import PagetwinMetadata, load_plugin_implementation
-from .caches import FP8_NAMES, split_layer_cache
+from .caches import format_of, split_layer_cache
 from .ranges import StepRanges
 from .settings import is_batch_invariant, read_settings
 from .shared_layers import share_keys
@@ -68,6 +69,7 @@ class PagetwinImpl(VllmAttentionImpl):
         self.attn_type = getattr(attn_type, "value", attn_type)
         self.sliding_window = sliding_window
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        form = format_of(kv_cache_dtype)
         self.own = self.run.backends[0].get_impl_cls()(
             num_heads,
             head_size,
@@ -75,12 +77,15 @@ class PagetwinImpl(VllmAttentionImpl):
             self.num_kv_heads,
             alibi_slopes,
             sliding_window,
-            kv_cache_dtype if kv_cache_dtype in FP8_NAMES else "auto",
+            form.name,
             logits_soft_cap,
             self.attn_type,
             kv_sharing_target_layer_name,
             sinks,
         )
+        # scales of some formats are stored in the cache; FP8 has those of vLLM's layer
+        self._measured = form if form.is_measured else None
+        self._has_scales = form.is_quantised
         self._invariant = is_batch_invariant()
         self.shared = share_keys(
             self,
@@ -89,7 +94,7 @@ class PagetwinImpl(VllmAttentionImpl):
             head_size,
             self.scale,
             self.num_kv_heads,
-            FP8_NAMES.get(kv_cache_dtype),
+            form,
             kv_sharing_target_layer_name is None,
             sliding_window=sliding_window,
             alibi_slopes=alibi_slopes,
@@ -110,6 +115,7 @@ class PagetwinImpl(VllmAttentionImpl):
         self._options: dict[Any, AttentionOptions] = {}
         self._cache: Tensor | None = None
         self._views: tuple[Tensor, Tensor] | None = None
+        self._stored_scales: dict[str, Tensor] = {}
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Update the layer's copy of its sinks, in place: captured graphs read it."""
@@ -136,8 +142,10 @@ class PagetwinImpl(VllmAttentionImpl):
         """Write the step's keys and values; tokens with slot -1 are not stored."""
         if self.own.is_uncached or not kv_cache.numel():
             return
-        scales = (layer._k_scale, layer._v_scale) if self._is_fp8 else (None, None)
-        self._write(key, value, *self._split(kv_cache), slot_mapping, *scales)
+        caches, scales = self._split(kv_cache), self._scales_of(layer, kv_cache)
+        form = self._measured
+        named = {} if form is None else {"kv_cache_dtype": form.name}
+        self._write(key, value, *caches, slot_mapping, **scales, **named)
 
     def forward(
         self,
@@ -156,7 +164,7 @@ class PagetwinImpl(VllmAttentionImpl):
         vLLM calls `do_kv_cache_update` before, so decoder layers read the cache alone.
 
         Args:
-            layer: vLLM's layer, which has the scales of an FP8 cache.
+            layer: vLLM's layer, which has the scales of an FP8 cache with one scale.
             query, key, value: [tokens, heads, head_size] of the step, with padding at the end.
             kv_cache: the layer's cache; without elements while vLLM measures memory.
             attn_metadata: Optional. The step. If None (a dummy run), the output is 0.
@@ -179,8 +187,14 @@ class PagetwinImpl(VllmAttentionImpl):
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         rows, out = query[:tokens], output[:tokens]
+        scales = self._scales_of(layer, kv_cache)
         options = self._options_of(
-            layer, query.device, attn_metadata.causal, output_scale, attn_metadata
+            layer,
+            query.device,
+            scales,
+            attn_metadata.causal,
+            output_scale,
+            attn_metadata,
         )
         if self.own.is_uncached:
             assert key is not None and value is not None
@@ -195,7 +209,7 @@ class PagetwinImpl(VllmAttentionImpl):
             return output
         step = attn_metadata
         if self.shared is not None:
-            options = self._options_of(layer, query.device, True)
+            options = self._options_of(layer, query.device, scales, True)
             caches = self._split(kv_cache)
             key = None if key is None else key[:tokens]
             value = None if value is None else value[:tokens]
@@ -214,21 +228,36 @@ class PagetwinImpl(VllmAttentionImpl):
             self._attend(*tensors, *bounds, self.scale, out, options=options)
         return output
 
-    @property
-    def _is_fp8(self) -> bool:
-        return self.kv_cache_dtype in FP8_NAMES
-
     def _split(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return the key and value views; they take microseconds, so the last ones are kept."""
         if self._views is None or self._cache is not kv_cache:
-            views = split_layer_cache(kv_cache, self.head_size, self.kv_cache_dtype)
+            size, form = self.head_size, self._measured
+            if form is None:
+                views = split_layer_cache(kv_cache, size, self.kv_cache_dtype)
+            else:
+                key, value, k_scale, v_scale = split_scaled_cache(kv_cache, size, form)
+                views = (key, value)
+                self._stored_scales = {"k_scale": k_scale, "v_scale": v_scale}
             self._cache, self._views = kv_cache, views
         return self._views
+
+    def _scales_of(self, layer: Any, kv_cache: Tensor) -> dict[str, Tensor]:
+        """Return the scales of the layer's cache, by the name of the option; empty if it has none.
+
+        They are the same tensors in each step, unless vLLM gives other ones.
+        """
+        if not self._has_scales or self.own.is_uncached:
+            return {}
+        if self._measured is None:
+            return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        self._split(kv_cache)
+        return self._stored_scales
 
     def _options_of(
         self,
         layer: Any,
         device: torch.device,
+        scales: dict[str, Tensor],
         causal: bool | Tensor,
         output_scale: Tensor | None = None,
         step: PagetwinMetadata | None = None,
@@ -239,11 +268,8 @@ class PagetwinImpl(VllmAttentionImpl):
             ranges, window = step.ranges_of(layer), step.rswa_window
         kept = output_scale is None and isinstance(causal, bool) and ranges is None
         kind = (device, causal) if kept else None
-        scales = {}
-        if self._is_fp8 and not self.own.is_uncached:
-            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         options: AttentionOptions | None = self._options.get(kind)
-        # vLLM may replace either scale when it loads weights again
+        # vLLM may replace either scale when it loads weights again, or the cache with its scales
         if options is not None and all(
             getattr(options, name) is scale for name, scale in scales.items()
         ):
@@ -280,11 +306,17 @@ class PagetwinImpl(VllmAttentionImpl):
         self.bounds, self.engine_layers = None, ()
         if not warms_up:
             return
+        # kernels depend on the strides of stored scales, which layers of one kind share
         options = [
             option
             for other in alike
             for option in of_steps(
-                other.impl._options_of(other, query.device, not other.impl.own.crosses)
+                other.impl._options_of(
+                    other,
+                    query.device,
+                    self._scales_of(other, kv_cache),
+                    not other.impl.own.crosses,
+                )
             )
         ]
         warm_up_layers(
@@ -296,6 +328,7 @@ class PagetwinImpl(VllmAttentionImpl):
             bounds,
             None if self.shared is None else self.shared.allocate(query, output),
             cascades=bounds.has_cascades and self.takes_cascade and not self.ranges,
+            cache_format=None if self._measured is None else self._measured.name,
         )
 
     def _is_alike(self, layer: Any) -> bool:

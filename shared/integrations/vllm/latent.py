@@ -22,9 +22,9 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionType, MultipleOf
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from .backend import CACHE_DTYPES, Reasons
+from .backend import Reasons
 from .builder import load_plugin_implementation
-from .caches import FP8_NAMES
+from .caches import FP8_NAMES, MODEL_DTYPES
 from .latent_builder import PagetwinLatentBuilder
 from .settings import read_settings
 from .shared_layers import check_ranks
@@ -242,7 +242,7 @@ class PagetwinLatentBackend(Reasons, MLACommonBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [
         "auto",
-        *CACHE_DTYPES,
+        *MODEL_DTYPES,
         "fp8",
         "fp8_e4m3",
     ]

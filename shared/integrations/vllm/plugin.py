@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 PATHS = {BACKEND_NAME: f"{__name__}.Backend", OWN_NAME: f"{__name__}.NamedBackend"}
 """Where vLLM finds the backend class of each name. A class returns the name that it is found by."""
+READ_ALIKE = {"int4_per_token_head_vllm": "int4_per_token_head"}
+"""Names of formats that vLLM does not have, and those of vLLM whose caches are the same."""
 RECORDER = "pagetwin.recorder.wrappers.vllm"
 """The module that a recorded backend's path leads to."""
 
@@ -24,9 +26,10 @@ def register() -> None:
     """Make `--attention-backend CUSTOM` select pagetwin. May be called several times.
 
     From vLLM 0.32 on `PAGETWIN` does too, and CUSTOM stays with the package that has it already.
-    vLLM calls this in every process. Of vLLM, the registry of backends and the platform are
-    imported. If PAGETWIN_RECORD is set, every backend of the registry is recorded, not only this
-    one.
+    vLLM calls this in every process. Of vLLM, the registry of backends, the settings of caches and
+    the platform are imported. From vLLM 0.33 on `--kv-cache-dtype` also takes the names of our
+    formats that vLLM does not have. If PAGETWIN_RECORD is set, every backend of the registry is
+    recorded, not only this one.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -35,6 +38,7 @@ def register() -> None:
 
     log_with_vllm()
     register_names()
+    register_cache_names()
     serve_on_cpu()
     if os.environ.get("PAGETWIN_RECORD"):
         from ...recorder.wrappers.vllm import record_vllm_backends
@@ -71,6 +75,39 @@ def register_names() -> None:
             owner,
         )
     register_backend(custom, PATHS[BACKEND_NAME])
+
+
+def register_cache_names() -> None:
+    """Add the names of our cache formats to vLLM's, in releases that take other names.
+
+    Caches of such a format have the bytes of a format that vLLM has, and are read alike.
+    """
+    import vllm.config.cache as settings
+
+    if not hasattr(settings, "register_kv_cache_dtype"):
+        return
+    from vllm.config.cache import is_known_kv_cache_dtype, register_kv_cache_dtype
+
+    for name, alike in READ_ALIKE.items():
+        if not is_known_kv_cache_dtype(name):
+            register_kv_cache_dtype(name)(_make_handler(name, alike))
+
+
+def _make_handler(name: str, alike: str) -> type[Any]:
+    """Return the class by which vLLM treats a name as another one."""
+
+    def torch_dtype(self: Any) -> Any:
+        from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+        return STR_DTYPE_TO_TORCH_DTYPE[alike]
+
+    def quant_mode(self: Any) -> Any:
+        from vllm.v1.kv_cache_interface import get_kv_quant_mode
+
+        return get_kv_quant_mode(alike)
+
+    members = {"name": name, "torch_dtype": torch_dtype, "quant_mode": quant_mode}
+    return type("PagetwinCacheFormat", (), members)
 
 
 def _path_of(member: Any) -> str | None:

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import torch
-
+from ...contract.cache_formats import CacheFormat
 from ...contract.operations import Implementation
 from .context_parallel import SharedKeys
 
@@ -15,7 +14,7 @@ def share_keys(
     head_size: int,
     scale: float,
     num_kv_heads: int,
-    cache_dtype: torch.dtype | None,
+    form: CacheFormat,
     owns_cache: bool,
     **layer: Any,
 ) -> SharedKeys | None:
@@ -24,7 +23,7 @@ def share_keys(
     Args:
         impl: vLLM's implementation of the layer, which has the numbers of ranks.
         run: the implementation that runs it.
-        num_heads, head_size, scale, num_kv_heads, cache_dtype, owns_cache: as in `SharedKeys`.
+        num_heads, head_size, scale, num_kv_heads, form, owns_cache: as in `SharedKeys`.
         layer: its arguments that ranks may not take.
 
     Raises:
@@ -41,7 +40,7 @@ def share_keys(
     config: Any = get_current_vllm_config_or_none()
     check_shared_layer(ranks, run, config, **layer)
     sizes = (num_heads, head_size, scale, num_kv_heads)
-    return SharedKeys(run, *sizes, cache_dtype, owns_cache, config, get_dcp_group())
+    return SharedKeys(run, *sizes, form, owns_cache, config, get_dcp_group())
 
 
 def check_shared_layer(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
+from ...contract.cache_formats import head_size_of
 from .context_parallel import LayerKind
 from .versions import installed_interface
 
@@ -72,6 +73,7 @@ def warm_up_layers(
     shared: LayerKind | None = None,
     lse: bool = False,
     cascades: bool = False,
+    cache_format: str | None = None,
 ) -> int:
     """Compile the kernels of layers that differ in options, once per process and kind of layer.
 
@@ -87,6 +89,8 @@ def warm_up_layers(
             do not.
         lse: whether the calls have a log-sum-exp.
         cascades: whether a prefix that all requests share is read once.
+        cache_format: Optional. Name of a format whose scales are measured. If None, that of the
+            caches.
 
     Returns:
         how many kernels there are.
@@ -95,7 +99,7 @@ def warm_up_layers(
     of_all = (
         *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
         *(key.device, num_query_heads, dtype, bounds),
-        *(None if shared is None else id(shared), lse, cascades),
+        *(None if shared is None else id(shared), lse, cascades, cache_format),
     )
     new = []
     with _LOCK:
@@ -125,6 +129,7 @@ def warm_up_layers(
         options=tuple(new),
         lse=(lse,),
         cascades=cascades,
+        **({} if cache_format is None else {"kv_cache_dtype": cache_format}),
     )
     kernels = (
         top.warm_up(spec)
@@ -136,7 +141,7 @@ def warm_up_layers(
         " workspace %.1f MiB",
         len(kernels),
         num_query_heads,
-        key.shape[3],
+        head_size_of(key),
         key.dtype,
         time.perf_counter() - start,
         (_allocated(key.device) - before) / 2**20,
@@ -153,7 +158,13 @@ def _warm_up_shared(
     tokens = bounds.max_num_reqs * bounds.decode_query_len
     of_ranks = replace(spec, max_num_reqs=tokens, lse=(False, True))
     key, value = shared.new_caches
-    of_new_keys = replace(spec, key_cache=key, value_cache=value, lse=(True,))
+    of_new_keys = replace(
+        spec,
+        key_cache=key,
+        value_cache=value,
+        lse=(True,),
+        options=tuple(replace(option, **shared.new_scales) for option in spec.options),
+    )
     lses = shared.lses[..., :1]
     top.merge_attn_states(shared.context[:1], lses[0], shared.new[:1], lses[1])
     return [*top.warm_up_ranks(shared.step, of_ranks), *top.warm_up(of_new_keys)]

@@ -1,16 +1,23 @@
 """Laws of the cache's content: what was written is there, and full blocks do not change."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...contract.cache_formats import TENSOR_SCALE_DTYPES
+from ...contract.cache_formats import (
+    CODES_PER_ELEMENT,
+    TENSOR_SCALE_DTYPES,
+    head_size_of,
+)
 from ..findings import Corruption
 from ..step import HostStep, Integers
-from .attention import take_rows
+from .row_case import take_rows
+
+SCALES = {"k_scale": "scale of the key", "v_scale": "scale of the value"}
+"""The scales that a write measures, and what they are called in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +29,14 @@ class RecordedWrite:
         key, value: [tokens, kv_heads, head_size] as the engine gave them; those of the sampled
             tokens alone where the write is checked.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] after the write.
-        scales: `k_scale` and `v_scale` of an FP8 cache; empty for others.
+        scales: `k_scale` and `v_scale` of a quantised cache; empty for others. Measured ones are
+            those after the write, [num_blocks, block_size, kv_heads].
         fp8_steps: FP8 codes by which a stored number may differ from the reference. 0, or 1 for
             engines that multiply by the inverse of the scale.
         names: what key and value are called in a sentence. In latent attention the key is the
             latent and the value the rope key, and both caches are parts of one.
+        format_name: Optional. Name of a format whose scales the write measures. If None, they are
+            given.
     """
 
     layer: str
@@ -37,6 +47,7 @@ class RecordedWrite:
     scales: dict[str, Any]
     fp8_steps: int = 0
     names: tuple[str, str] = ("key", "value")
+    format_name: str | None = None
 
     def take(self, rows: Tensor) -> "RecordedWrite":
         """Return the call with some rows of key and value alone, [rows] int64."""
@@ -50,7 +61,7 @@ def check_write(
     tokens: Sequence[int],
     reshape_and_cache: Callable[..., None],
 ) -> Corruption | None:
-    """Return a violation if a new token's key or value is not in its slot.
+    """Return a violation if a new token's key or value, or its measured scale, is not in its slot.
 
     Args:
         write: the call, with the keys and values of the tokens alone.
@@ -65,42 +76,74 @@ def check_write(
         "key": write.key_cache[block, offset],
         "value": write.value_cache[block, offset],
     }
+    scales = write.scales
+    if write.format_name is not None:
+        found |= {name: scale[block, offset] for name, scale in scales.items()}
+        scales = {}
     given = {"key": write.key, "value": write.value}
-    expected = {
-        name: torch.zeros_like(stored)[:, None] for name, stored in found.items()
-    }
-    reshape_and_cache(
-        given["key"],
-        given["value"][..., : found["value"].shape[-1]],
-        expected["key"],
-        expected["value"],
-        torch.arange(len(tokens), device=device),
-        **write.scales,
-    )
-    for name, (side, stored) in zip(write.names, found.items(), strict=True):
-        differs = _differs(stored, expected[side][:, 0], write.fp8_steps)
+    expected = write_again(given, found, scales, write.format_name, reshape_and_cache)
+    for side, stored in found.items():
+        differs = _differs(stored, expected[side], write.fp8_steps)
         if not bool(differs.any()):
             continue
-        index, head, element = differs.nonzero()[0].tolist()
+        index, head, *element = differs.nonzero()[0].tolist()
         token = tokens[index]
         row = step.row_of(token)
+        name = dict(zip(("key", "value"), write.names, strict=True)).get(side)
         return Corruption(
             "cache write",
-            f"{write.layer}: the {name} at position {step.position_of(token)} (slot"
-            f" {int(step.slot_mapping[token])}), head {head}, element {element} is"
-            f" {float(stored[index, head, element]):.6g} in the cache: expected"
-            f" {float(expected[side][index, 0, head, element]):.6g}",
+            f"{write.layer}: the {name or SCALES[side]} at position"
+            f" {step.position_of(token)} (slot {int(step.slot_mapping[token])}), head"
+            f" {head}{_in_row(stored, element)} is"
+            f" {_shown(stored, index, head, *element)} in the cache: expected"
+            f" {_shown(expected[side], index, head, *element)}",
             row,
             evidence={
                 "kind": "write",
                 "given": {key: one.cpu() for key, one in given.items()},
                 "found": {key: one.cpu() for key, one in found.items()},
-                "scales": {key: _plain(one) for key, one in write.scales.items()},
+                "scales": {key: _plain(one) for key, one in scales.items()},
+                "format": write.format_name,
                 "fp8_steps": write.fp8_steps,
                 "tokens": list(tokens),
             },
         )
     return None
+
+
+def write_again(
+    given: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    scales: Mapping[str, Any],
+    format_name: str | None,
+    reshape_and_cache: Callable[..., None],
+) -> dict[str, Tensor]:
+    """Return what the slots of some tokens have to hold, by the names of `found`.
+
+    Args:
+        given: "key" and "value" of the tokens, [rows, kv_heads, head_size].
+        found: "key" and "value" in the cache, [rows, kv_heads, elements]; and "k_scale" and
+            "v_scale", [rows, kv_heads], if they are measured.
+        scales: `k_scale` and `v_scale` that are given. Empty if they are measured, or there is
+            none.
+        format_name: as in `RecordedWrite`.
+        reshape_and_cache: the reference's operation.
+    """
+    # each token has a block of one slot
+    blocks = {name: torch.zeros_like(one)[:, None] for name, one in found.items()}
+    arguments = dict(scales)
+    if format_name is not None:
+        measured = {name: blocks[name] for name in SCALES}
+        arguments |= measured | {"kv_cache_dtype": format_name}
+    reshape_and_cache(
+        given["key"],
+        given["value"][..., : head_size_of(found["value"])],
+        blocks["key"],
+        blocks["value"],
+        torch.arange(len(given["key"]), device=given["key"].device),
+        **arguments,
+    )
+    return {name: block[:, 0] for name, block in blocks.items()}
 
 
 @dataclass(frozen=True)
@@ -113,8 +156,9 @@ class WatchedBlock:
         block_id: the block.
         column: index of the block in the row of the request.
         step: number of the step in which it was copied.
-        caches: key cache and value cache of the layer.
-        before: copies of the block in both, [block_size, kv_heads, head_size] each.
+        caches: key cache and value cache of the layer, and the scales that a write has measured.
+        before: copies of the block in these, [block_size, kv_heads, head_size], and of scales
+            [block_size, kv_heads].
     """
 
     layer: str
@@ -122,8 +166,8 @@ class WatchedBlock:
     block_id: int
     column: int
     step: int
-    caches: tuple[Tensor, Tensor]
-    before: tuple[Tensor, Tensor]
+    caches: tuple[Tensor, ...]
+    before: tuple[Tensor, ...]
 
     @classmethod
     def of(
@@ -132,12 +176,15 @@ class WatchedBlock:
         step: HostStep,
         block_id: int,
         column: int,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        *caches: Tensor,
     ) -> "WatchedBlock":
-        """Return a block with a copy of its content."""
-        caches = (key_cache, value_cache)
-        before = (key_cache[block_id].clone(), value_cache[block_id].clone())
+        """Return a block with a copy of its content.
+
+        Args:
+            layer, block_id, column, caches: as in the class.
+            step: the step in which it is copied.
+        """
+        before = tuple(cache[block_id].clone() for cache in caches)
         return cls(layer, step.group, block_id, column, step.number, caches, before)
 
 
@@ -163,20 +210,21 @@ def check_watched(
     rows = is_kept.nonzero()[0]
     if not rows.size:
         return None
-    names = ("key", "value")
-    for name, cache, before in zip(names, watched.caches, watched.before, strict=True):
+    names = ("key", "value", *SCALES.values())
+    # caches without measured scales are two
+    for name, cache, before in zip(names, watched.caches, watched.before, strict=False):
         now = cache[block_id]
         differs = _differs(now, before, 0)
         if not bool(differs.any()):
             continue
-        offset, head, element = differs.nonzero()[0].tolist()
+        offset, head, *element = differs.nonzero()[0].tolist()
         return Corruption(
             "unchanged blocks",
             f"{watched.layer}: the {name} at position"
             f" {column * step.block_size + offset} (block {block_id}, offset {offset}),"
-            f" head {head}, element {element} changed from"
-            f" {float(before[offset, head, element]):.6g} to"
-            f" {float(now[offset, head, element]):.6g} after step {watched.step},"
+            f" head {head}{_in_row(now, element)} changed from"
+            f" {_shown(before, offset, head, *element)} to"
+            f" {_shown(now, offset, head, *element)} after step {watched.step},"
             " although no step stored a token in that block: expected the same",
             int(rows[0]),
             evidence={
@@ -187,6 +235,25 @@ def check_watched(
             },
         )
     return None
+
+
+def _in_row(cache: Tensor, element: Sequence[int]) -> str:
+    """Return where in the row of a head something is, in words; a scale is not in a row.
+
+    Args:
+        cache: tells the dtype.
+        element: its index, or nothing.
+    """
+    name = "byte" if CODES_PER_ELEMENT.get(cache.dtype, 1) > 1 else "element"
+    return f", {name} {element[0]}" if element else ""
+
+
+def _shown(tensor: Tensor, *at: int) -> str:
+    """Return a number of a cache as text; codes of integers as such."""
+    if tensor.dtype.is_floating_point:
+        # two float32 scales may differ in the last bits alone
+        return f"{float(tensor[at]):.{6 if len(at) > 2 else 9}g}"
+    return f"code {int(tensor[at])}"
 
 
 def _differs(found: Tensor, expected: Tensor, fp8_steps: int) -> Tensor:

@@ -273,8 +273,9 @@ def _tell(
     query, key, value, output = tensors
     if view.writes:
         recorder.wrote(
-            name, key, value, view.key_cache, view.value_cache, view.scales, group
-        )
+            name, key, value, view.key_cache, view.value_cache, view.scales, group,
+            format_name=view.format_name,
+        )  # fmt: skip
     # the queries of a captured graph include its padding
     tokens = query.shape[0] if recorder.is_capturing else view.num_tokens
     recorder.attended(

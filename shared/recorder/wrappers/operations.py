@@ -68,21 +68,23 @@ class RecordedOperations:
     ) -> None:
         """Write each new token's key and value to its slot."""
         named = {} if kv_cache_dtype is None else {"kv_cache_dtype": kv_cache_dtype}
-        is_measured = find_format(key_cache.dtype, k_scale).is_measured
-        if is_measured or not self.recorder.wants_layers:
-            self._write(
-                key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale,
-                **named,
-            )  # fmt: skip
-            return
         scales = {
             name: scale
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
             if scale is not None
         }
         self._write(key, value, key_cache, value_cache, slot_mapping, **scales, **named)
+        if not self.recorder.wants_layers:
+            return
+        form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
         self.recorder.wrote(
-            self._name(key_cache), key, value, key_cache, value_cache, scales
+            self._name(key_cache),
+            key,
+            value,
+            key_cache,
+            value_cache,
+            scales,
+            format_name=form.name if form.is_measured else None,
         )
 
     def paged_attention(

@@ -15,12 +15,13 @@ class LayerView:
 
     Args:
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
-        scales: `k_scale` and `v_scale` of an FP8 cache; empty for others.
+        scales: `k_scale` and `v_scale` of a quantised cache; empty for others.
         scale: factor of the dot products.
         options: the options of attention.
         writes: whether the call has written the new keys and values.
         num_tokens: new tokens, padding not counted.
         query_scale: as in `RecordedCall`.
+        format_name: as in `RecordedWrite`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class LayerView:
         writes: bool,
         num_tokens: int,
         query_scale: Tensor | None = None,
+        format_name: str | None = None,
     ) -> None:
         self.key_cache, self.value_cache = key_cache, value_cache
         self.scales = scales
@@ -41,6 +43,7 @@ class LayerView:
         self.writes = writes
         self.num_tokens = num_tokens
         self.query_scale = query_scale
+        self.format_name = format_name
 
 
 class StepReader(Protocol):
@@ -117,6 +120,7 @@ class EngineReader:
             call["options"],
             impl.kv_sharing_target_layer_name is None,
             metadata.num_actual_tokens,
+            format_name=cache.format_name,
         )
 
 

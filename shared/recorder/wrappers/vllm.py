@@ -28,6 +28,7 @@ from ...contract.cache_formats import (
 )
 from ...contract.extras import require
 from ...contract.kinds import AttentionType
+from ...contract.layer_pages import measured_format, split_scaled_cache
 from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from .backend import record_backend
@@ -63,7 +64,7 @@ class VllmReader(VllmStepReader):
     ) -> LayerView | None:
         """Return what is read of a call; None if it is not checked."""
         # pagetwin's own implementation holds the arguments in its layer
-        impl = getattr(impl, "own", impl)
+        is_own, impl = hasattr(impl, "own"), getattr(impl, "own", impl)
         kind = getattr(impl, "attn_type", AttentionType.DECODER.value)
         kind = getattr(kind, "value", kind)
         if kind != AttentionType.DECODER.value or not kv_cache.numel():
@@ -71,10 +72,17 @@ class VllmReader(VllmStepReader):
         if _has_other_masks(impl, metadata):
             return None
         name = impl.kv_cache_dtype
-        if name not in PLAIN_DTYPES:
+        # it writes and reads stored scales as the reference does; vLLM's kernels round otherwise
+        form = measured_format(name) if is_own else None
+        if form is None and name not in PLAIN_DTYPES:
             return None
-        caches = split_layer_cache(kv_cache, impl.head_size, name)
-        scales = {}
+        scales: dict[str, Any] = {}
+        if form is not None:
+            size = impl.head_size
+            key, value, k_scale, v_scale = split_scaled_cache(kv_cache, size, form)
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+        else:
+            key, value = split_layer_cache(kv_cache, impl.head_size, name)
         if name in CACHE_DTYPE_NAMES:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         is_known = query.dtype in TENSOR_SCALE_DTYPES and _scales_fp8_weights(impl)
@@ -87,13 +95,15 @@ class VllmReader(VllmStepReader):
             **scales,
         )
         return LayerView(
-            *caches,
+            key,
+            value,
             scales,
             impl.scale,
             options,
             getattr(impl, "kv_sharing_target_layer_name", None) is None,
             metadata.num_actual_tokens,
             layer._q_scale if is_known else None,
+            None if form is None else form.name,
         )
 
 

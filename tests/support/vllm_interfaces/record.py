@@ -36,6 +36,7 @@ OWN_BACKENDS_SINCE = (0, 33)
 BACKEND = "vllm.v1.attention.backend"
 LATENT = "vllm.model_executor.layers.attention.mla_attention"
 CONFIG = "vllm.config"
+SPECS = "vllm.v1.kv_cache_interface"
 # the classes whose members are recorded, by module; of an enum its members
 CLASSES: dict[str, tuple[str, ...]] = {
     BACKEND: (
@@ -60,7 +61,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "MLACommonImpl",
     ),
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum",),
-    "vllm.v1.kv_cache_interface": ("KVCacheLayout",),
+    SPECS: ("AttentionSpec", "KVCacheLayout", "KVQuantMode"),
     "vllm.platforms.cpu": ("CpuPlatform",),
     f"{CONFIG}.compilation": ("CompilationConfig",),
     f"{CONFIG}.model": ("ModelConfig",),
@@ -74,9 +75,11 @@ NAMES_ALONE = ("vllm.config", "vllm.v1.attention.backends.registry")
 # further modules whose public names are recorded
 MODULES = (
     "vllm.config",
+    "vllm.config.cache",
     "vllm.distributed.parallel_state",
     "vllm.envs",
     "vllm.platforms",
+    "vllm.utils.torch_utils",
     "vllm.v1.attention.backends.utils",
     "vllm.model_executor.layers.quantization.utils.quant_utils",
 )
@@ -159,6 +162,18 @@ def returned(tree: ast.Module, name: str, method: str) -> str | None:
     return None
 
 
+def cache_dtypes(tree: ast.Module) -> list[str]:
+    """Return the values of `--kv-cache-dtype`: those of the literal type `CacheDType`."""
+    for node in tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and ast.unparse(node.targets[0]) == "CacheDType"
+        ):
+            assert isinstance(node.value, ast.Subscript)
+            return list(ast.literal_eval(node.value.slice))
+    raise LookupError("vllm.config.cache has no CacheDType")
+
+
 # --- one release
 
 
@@ -190,6 +205,7 @@ def record(version: str, wheel: zipfile.ZipFile) -> dict[str, Any]:
         "python": requirement(wheel, r"^Requires-Python: (.+)$"),
         "plugin_group": re.findall(r"DEFAULT_PLUGINS_GROUP = '(.+)'", plugins)[0],
         "flash_attn_cache_shape": shape,
+        "cache_dtypes": cache_dtypes(parse(wheel, f"{CONFIG}.cache")),
         "modules": modules,
         "calls": dict(caller_calls(wheel)),
     }

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from ....contract.cache_formats import PLAIN, CacheFormat
 from ....contract.operations import Implementation
 from ....validation.library_caches import (
     check_in_turn,
@@ -35,7 +36,7 @@ from ..masks import (
 )
 from ..models.compiled import outside_of_compiler
 from ..models.dtypes import in_one_dtype
-from ..pages import Pages
+from ..pages import Pages, with_scales
 from .block_rows import BlockRows, Contents
 from .no_data import TensorWithoutData
 
@@ -67,8 +68,11 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, rows: BlockRows, layers: list["PagedLayer"]) -> None:
+    def __init__(
+        self, rows: BlockRows, layers: list["PagedLayer"], form: CacheFormat = PLAIN
+    ) -> None:
         self.is_initialized = False
+        self._form = form
         self._rows = rows
         self._layers = layers
         self._length = 0
@@ -128,7 +132,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         key, value = (
             states.transpose(1, 2)[0] for states in (key_states, value_states)
         )
-        self._pages = Pages.like(key, value, manager.num_blocks, manager.block_size)
+        blocks = (manager.num_blocks, manager.block_size)
+        self._pages = Pages.like(
+            key, value, *blocks, self._form, "a layer of PagedCache"
+        )
         self.is_initialized = True
 
     @outside_of_compiler
@@ -147,8 +154,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Raises:
             TypeError: keys and values have different dtypes.
-            ValueError: the number of requests has changed, or a run of the model ended before its
-                last layer.
+            ValueError: the number of requests has changed, a run of the model ended before its
+                last layer, or the cache format does not take its head size.
         """
         num_reqs, _, num_new, _ = key_states.shape
         self._rows.check_requests(num_reqs)
@@ -282,17 +289,17 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
             pages.key_cache,
             pages.value_cache,
             contents.metadata.slot_mapping,
+            **pages.of_write,
         )
 
     def _show(self, num_reqs: int) -> None:
         """Keep tensors without data, of the shape of all keys and values."""
+        pages = self.pages
+        empty = pages.key_cache.new_empty((), dtype=pages.dtype)
+        heads = pages.key_cache.shape[2]
         key, value = (
-            KeysInPages.of(
-                self,
-                cache.new_empty(()).expand(num_reqs, cache.shape[2], 1, cache.shape[3]),
-                self._length,
-            )
-            for cache in (self.pages.key_cache, self.pages.value_cache)
+            KeysInPages.of(self, empty.expand(num_reqs, heads, 1, size), self._length)
+            for size in pages.head_sizes
         )
         self._shown = key, value
 
@@ -373,9 +380,9 @@ def attend_pages(
         seq_lens.to(device, torch.int32),
         max_query_len,
         max(seq_lens.tolist(), default=0),
-        **arguments,
+        **with_scales(arguments, pages),
     )
     # step: insert the padding again
-    out = query.new_zeros(num_reqs * query_len, query_heads, pages.value_cache.shape[3])
+    out = query.new_zeros(num_reqs * query_len, query_heads, pages.head_sizes[1])
     out[rows] = ragged
     return out.view(num_reqs, query_len, *out.shape[1:])
