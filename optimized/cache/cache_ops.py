@@ -83,10 +83,12 @@ def reshape_and_cache(
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
     kv_cache_dtype: str | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
 ) -> None:
     """Write each new token's key and value to its slot."""
     write = (key, value), (key_cache, value_cache), slot_mapping, (k_scale, v_scale)
-    signature = sign_write(*write, kv_cache_dtype)
+    signature = sign_write(*write, kv_cache_dtype, k_global_scale, v_global_scale)
     repeated = None if signature is None else WRITES.get(signature)
     if repeated is not None and not values_may_be_checked() and repeated.launch(*write):
         return
@@ -101,16 +103,22 @@ def reshape_and_cache(
         k_scale,
         v_scale,
         kv_cache_dtype,
+        k_global_scale,
+        v_global_scale,
         contents=contents,
     )
     check_launch(key_cache)
     if not slot_mapping.shape[0] or not key_cache.numel() or not value_cache.numel():
         return
     form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
-    lower = _lower_measured_write if form.is_measured else _lower_write
-    kernel, tokens, grid, arguments = lower(
-        key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, form.name
-    )
+    given = key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
+    if form.is_measured:
+        lowered = _lower_measured_write(
+            *given, k_global_scale, v_global_scale, form.name
+        )
+    else:
+        lowered = _lower_write(*given, form.name)
+    kernel, tokens, grid, arguments = lowered
     compiled = launch_kernel(kernel, grid, *arguments)
     record_write(signature, compiled, tokens, grid[1], arguments)
 
@@ -165,9 +173,11 @@ def _lower_measured_write(
     slot_mapping: Tensor,
     k_scale: Any,
     v_scale: Any,
+    k_global_scale: float | None,
+    v_global_scale: float | None,
     name: str,
 ) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
-    """Return what `_lower_write` returns, for a cache with a scale per slot and head."""
+    """Return what `_lower_write` returns, for a cache whose scales are measured."""
     count = slot_mapping.shape[0]
     _, block_size, kv_heads, _ = key_cache.shape
     head_size, value_head_size = head_size_of(key_cache), head_size_of(value_cache)
@@ -178,8 +188,8 @@ def _lower_measured_write(
     arguments = (
         NewTokens(key, *key.stride()),
         NewTokens(value, *value.stride()),
-        measured_half(key_cache, k_scale),
-        measured_half(value_cache, v_scale),
+        measured_half(key_cache, k_scale, k_global_scale),
+        measured_half(value_cache, v_scale, v_global_scale),
         slot_mapping,
         count,
         slot_mapping.stride(0),
@@ -204,6 +214,8 @@ def gather_cache(
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
     dtype: torch.dtype | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
 ) -> tuple[Key, Value]:
     """Return the keys and values of whole sequences, concatenated."""
     check_gather_cache(
@@ -215,6 +227,8 @@ def gather_cache(
         k_scale,
         v_scale,
         dtype,
+        k_global_scale,
+        v_global_scale,
         contents=values_checked(key_cache),
     )
     check_launch(key_cache)
@@ -251,8 +265,8 @@ def gather_cache(
     programs = triton.cdiv(num_tokens, TOKENS_PER_PROGRAM)
     if form.is_measured and dtype is not None:
         gather_measured_kv_kernel[(programs, kv_heads)](
-            measured_half(key_bits, k_scale),
-            measured_half(value_bits, v_scale),
+            measured_half(key_bits, k_scale, k_global_scale),
+            measured_half(value_bits, v_scale, v_global_scale),
             *common,
             TOKENS=TOKENS_PER_PROGRAM,
             BLOCK_D=triton.next_power_of_2(head_size),

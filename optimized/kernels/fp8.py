@@ -26,10 +26,19 @@ class SlotStrides(NamedTuple):
     head: Any
 
 
+class BlockStrides(NamedTuple):
+    """Strides of scales [num_blocks, block_size, kv_heads, parts], one per block of channels."""
+
+    block: Any
+    slot: Any
+    head: Any
+    part: Any
+
+
 class ScaleStrides(NamedTuple):
     """Strides of the scales of keys, values and output.
 
-    None for a number, a stride over heads, or SlotStrides.
+    None for a number, a stride over heads, SlotStrides, or BlockStrides.
     """
 
     k: Any
@@ -57,10 +66,11 @@ def has_fp8_encoding(device: torch.device) -> bool:
 
 def scale_arguments(
     scale: Tensor | float | None,
-) -> tuple[Tensor | float | None, int | SlotStrides | None]:
+) -> tuple[Tensor | float | None, int | SlotStrides | BlockStrides | None]:
     """Return a scale and its stride over heads, as `load_scale` takes them.
 
-    A number is passed by value, without a stride. A scale per slot has SlotStrides.
+    A number is passed by value, without a stride. A scale per slot has SlotStrides, and those of
+    blocks of channels, which are passed as bytes, have BlockStrides.
     """
     if scale is None:
         return None, None
@@ -68,6 +78,8 @@ def scale_arguments(
         return float(scale), None
     if scale.dim() == 3:
         return scale, SlotStrides(*scale.stride())
+    if scale.dim() == 4:
+        return scale.view(torch.uint8), BlockStrides(*scale.stride())
     return scale, scale.stride(0) if scale.numel() > 1 else 0
 
 

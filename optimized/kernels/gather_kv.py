@@ -179,13 +179,15 @@ def _gather_measured(
             rows do.
     """
     # step: copy the key and the value
-    at, of_scale, is_code = locate_rows(
-        cache, block_id, offset, head, SIZE, BLOCK, CACHE_FORMAT
+    at, of_scale, is_code, has_scale = locate_rows(
+        cache, block_id, offset, head, is_token, SIZE, BLOCK, CACHE_FORMAT
     )
-    codes = tl.load(at, mask=is_token[:, None] & is_code, other=0)
-    scale = tl.load(of_scale, mask=is_token, other=0.0)
+    codes = tl.load(at, mask=is_code, other=0)
+    scale = tl.load(of_scale, mask=has_scale, other=0)
     # step: multiply by the scales if another dtype is requested
-    numbers = decode_measured(codes, scale, SIZE, BLOCK, CACHE_FORMAT, NATIVE_FP8)
+    numbers = decode_measured(
+        codes, scale, cache.global_scale, SIZE, BLOCK, CACHE_FORMAT, NATIVE_FP8
+    )
     numbers = tl.where(is_token[:, None], numbers, 0.0)
     part = tl.arange(0, BLOCK)
     to = row[:, None] * SIZE + part[None, :]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .fp8 import load_scale
 from .portable.formats.cache_format import (
+    channels_per_scale,
     encode_given,
     encode_measured,
     is_packed,
@@ -67,11 +68,13 @@ class CacheHalf(NamedTuple):
 
 
 class MeasuredHalf(NamedTuple):
-    """The keys or the values of a cache with a scale per slot and head, as a kernel's argument.
+    """The keys or the values of a cache whose scales are measured, as a kernel's argument.
 
     Args:
         tensor: [num_blocks, block_size, kv_heads, head_size].
-        scale: [num_blocks, block_size, kv_heads].
+        scale: [num_blocks, block_size, kv_heads], or bytes [num_blocks, block_size, kv_heads,
+            parts] of block scales.
+        scale_stride_part, global_scale: of block scales. None without them.
     """
 
     tensor: Any
@@ -79,15 +82,24 @@ class MeasuredHalf(NamedTuple):
     scale_stride_block: Any
     scale_stride_slot: Any
     scale_stride_head: Any
+    scale_stride_part: Any
+    global_scale: Any
     stride_block: Any
     stride_slot: Any
     stride_head: Any
     stride_element: Any
 
 
-def measured_half(tensor: Tensor, scale: Any) -> MeasuredHalf:
-    """Return keys or values of a cache with a scale per slot and head, as a kernel's argument."""
-    return MeasuredHalf(tensor, scale, *scale.stride(), *tensor.stride())
+def measured_half(
+    tensor: Tensor, scale: Any, global_scale: float | None
+) -> MeasuredHalf:
+    """Return keys or values of a cache whose scales are measured, as a kernel's argument."""
+    block, slot, head, *parts = scale.stride()
+    part = None
+    if parts:
+        (scale,), (part,) = as_bits(scale), parts
+    of_scale = block, slot, head, part
+    return MeasuredHalf(tensor, scale, *of_scale, global_scale, *tensor.stride())
 
 
 def as_bits(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -234,28 +246,31 @@ def _write_measured(
     numbers = tl.load(new.tensor + offsets, mask=written, other=0).to(tl.float32)
     # step: encode the key and the value in the format of the cache
     dtype: tl.constexpr = new.tensor.dtype.element_ty
-    codes, scale = encode_measured(numbers, dtype, SIZE, BLOCK, CACHE_FORMAT)
-    # step: store the key and the value
-    to, of_scale, is_code = locate_rows(
-        cache, block_id, offset, head, SIZE, BLOCK, CACHE_FORMAT
+    codes, scale = encode_measured(
+        numbers, cache.global_scale, dtype, SIZE, BLOCK, CACHE_FORMAT
     )
-    tl.store(to, codes, mask=stored[:, None] & is_code)
-    tl.store(of_scale, scale, mask=stored)
+    # step: store the key and the value
+    to, of_scale, is_code, has_scale = locate_rows(
+        cache, block_id, offset, head, stored, SIZE, BLOCK, CACHE_FORMAT
+    )
+    tl.store(to, codes, mask=is_code)
+    tl.store(of_scale, scale, mask=has_scale)
 
 
 @triton.jit
 def locate_rows(
-    cache, block_id, offset, head,
+    cache, block_id, offset, head, is_token,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
 ):  # fmt: skip
     """Return pointers to the codes of one head of slots and to their scales.
 
     Args:
         cache: MeasuredHalf.
-        block_id, offset: [TOKENS].
+        block_id, offset, is_token: [TOKENS].
 
     Returns:
-        [TOKENS, stored elements], [TOKENS], and which elements exist: [1, stored elements].
+        [TOKENS, stored elements] and [TOKENS], or [TOKENS, parts] for block scales; and which codes
+        and which scales exist, of the same shapes.
     """
     codes: tl.constexpr = 2 if is_packed(CACHE_FORMAT) else 1
     part = tl.arange(0, BLOCK // codes).to(tl.int64)
@@ -263,11 +278,15 @@ def locate_rows(
     to += head * cache.stride_head
     of_scale = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
     of_scale += head * cache.scale_stride_head
-    return (
-        cache.tensor + to[:, None] + (part * cache.stride_element)[None, :],
-        cache.scale + of_scale,
-        (part < SIZE // codes)[None, :],
-    )
+    to = to[:, None] + (part * cache.stride_element)[None, :]
+    is_code = is_token[:, None] & (part < SIZE // codes)[None, :]
+    has_scale = is_token
+    step: tl.constexpr = channels_per_scale(CACHE_FORMAT)
+    if step:
+        block = tl.arange(0, BLOCK // step).to(tl.int64)
+        of_scale = of_scale[:, None] + (block * cache.scale_stride_part)[None, :]
+        has_scale = is_token[:, None] & (block < SIZE // step)[None, :]
+    return cache.tensor + to, cache.scale + of_scale, is_code, has_scale
 
 
 @triton.jit

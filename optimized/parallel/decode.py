@@ -42,7 +42,7 @@ from ..cache.cache_ops import reshape_and_cache
 from ..runtime.launcher import bound_kernel_loads
 from .combine import ROW_PADDING, add_sinks, combine_received, combine_while_adding
 from .rank_batch import make_rank_batch
-from .rank_splits import RankSplits, as_runs
+from .rank_splits import RankSplits, as_runs, scale_as_runs
 
 
 @typed
@@ -150,12 +150,16 @@ class DecodeContextParallel:
         batch: RankBatch,
         k_scale: Scale | float | None = None,
         v_scale: Scale | float | None = None,
+        kv_cache_dtype: str | None = None,
+        k_global_scale: float | None = None,
+        v_global_scale: float | None = None,
     ) -> None:
         """Write the new tokens that this rank stores into its cache."""
         # step: write each token that has a slot on this rank
         reshape_and_cache(
-            key, value, key_cache, value_cache, batch.slot_mapping, k_scale, v_scale
-        )
+            key, value, key_cache, value_cache, batch.slot_mapping, k_scale, v_scale,
+            kv_cache_dtype, k_global_scale, v_global_scale,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -200,8 +204,10 @@ class DecodeContextParallel:
             options=AttentionOptions(
                 causal=False,
                 logits_soft_cap=options.logits_soft_cap,
-                k_scale=options.k_scale,
-                v_scale=options.v_scale,
+                k_scale=scale_as_runs("k_scale", options.k_scale, key_cache, run),
+                v_scale=scale_as_runs("v_scale", options.v_scale, value_cache, run),
+                k_global_scale=options.k_global_scale,
+                v_global_scale=options.v_global_scale,
                 batch_invariant=self.fixed_splits is not None,
             ),
         )

@@ -138,13 +138,32 @@ def runs_per_block(cache: Tensor, run: int) -> int:
 
 
 def as_runs(cache: Tensor, run: int) -> Tensor:
-    """Return a cache as blocks of one run each, [blocks, run, kv_heads, size]. If 0, as it is."""
+    """Return a cache as blocks of one run each, [blocks, run, kv_heads, ...]. If 0, as it is."""
     if not run:
         return cache
-    num_blocks, block_size, kv_heads, size = cache.shape
+    num_blocks, block_size, *shape = cache.shape
     per_block = runs_per_block(cache, run)
-    _, slot, head, element = cache.stride()
+    _, slot, *strides = cache.stride()
     return cache.as_strided(
-        ((num_blocks - 1) * per_block + block_size // run, run, kv_heads, size),
-        (slot * run, slot, head, element),
+        ((num_blocks - 1) * per_block + block_size // run, run, *shape),
+        (slot * run, slot, *strides),
     )
+
+
+def scale_as_runs(
+    name: str, scale: Tensor | float | None, cache: Tensor, run: int
+) -> Tensor | float | None:
+    """Return the scale of a cache for blocks of one run each.
+
+    Raises:
+        ValueError: Scales that are measured have another distance between two blocks.
+    """
+    if not run or not isinstance(scale, Tensor) or scale.dim() < 3:
+        return scale
+    expected = runs_per_block(cache, run)
+    if runs_per_block(scale, run) != expected:
+        raise ValueError(
+            f"{name} has strides {list(scale.stride())}: expected {expected * run} slots from block"
+            " to block, as the cache has, with fixed splits; keep both in contiguous tensors"
+        )
+    return as_runs(scale, run)

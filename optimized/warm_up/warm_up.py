@@ -119,7 +119,8 @@ def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
     slots = torch.full((1,), -1, dtype=torch.int64, device=device)
     caches = (spec.key_cache, spec.value_cache)
     reshape_and_cache(
-        key, value, *caches, slots, options.k_scale, options.v_scale, spec.kv_cache_dtype
+        key, value, *caches, slots, options.k_scale, options.v_scale, spec.kv_cache_dtype,
+        options.k_global_scale, options.v_global_scale,
     )  # fmt: skip
     yield WarmedKernel("reshape_and_cache", 1, 1, 1, 0, False)
 

@@ -115,8 +115,8 @@ def paged_attention(
         # step: gather the sequence's keys and values
         block = block_table[request.index, request.keys // key_cache.shape[1]].long()
         offset = request.keys % key_cache.shape[1]
-        k = load_slots(key_cache, block, offset, options.k_scale, compute_dtype)
-        v = load_slots(value_cache, block, offset, options.v_scale, compute_dtype)
+        k = load_slots(key_cache, block, offset, compute_dtype, *options.k_scales)
+        v = load_slots(value_cache, block, offset, compute_dtype, *options.v_scales)
         k, v = repeat_heads(k, query_heads), repeat_heads(v, query_heads)
         # step: compute the scaled dot products of queries and keys
         q = query[request.rows].to(compute_dtype)  # [queries, query_heads, head_size]

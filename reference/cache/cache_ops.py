@@ -4,7 +4,8 @@ A step first writes the keys and values of its new tokens to their slots. Attent
 whole sequences through the block table. Whole blocks are copied when two sequences that share a
 block diverge, and swapped to the host when device memory runs out. A quantized cache stores codes
 of eight or four bits, which readers multiply by a scale (formats/). The scales of an FP8 cache are
-given. In the formats with a scale per token and head each write measures it.
+given. In the formats with a scale per token and head, or per block of channels, each write measures
+them.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def reshape_and_cache(
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
     kv_cache_dtype: str | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
 ) -> None:
     """Write each new token's key and value to its slot.
 
@@ -62,10 +65,14 @@ def reshape_and_cache(
             above 0. Readers multiply by them. The stored number is divided by the scale, rounded
             to nearest even and saturated. Scales of a format with one per token and head:
             [num_blocks, block_size, kv_heads] float32 with any strides, modified in place: each
-            slot gets those of its token. If None, the cache is not quantized.
+            slot gets those of its token. Scales of a format with one per block of channels:
+            [num_blocks, block_size, kv_heads, head_size / 16] float8_e4m3fn, modified in place.
+            If None, the cache is not quantized.
         kv_cache_dtype: Optional. Name of the format, for formats that differ in what is written
-            alone, such as "int4_per_token_head_vllm". If None, the first format that the dtype and
-            the scales have.
+            alone, such as "int4_per_token_head_vllm" or "nvfp4_4over6". If None, the first format
+            that the dtype and the scales have.
+        k_global_scale, v_global_scale: Optional. What block scales are multiplied by, above 0. If
+            None, the format has no block scales.
 
     Raises:
         IndexError: a slot is outside the cache.
@@ -108,12 +115,12 @@ def reshape_and_cache(
             continue
         # step: find block and offset
         block_id, offset = divmod(slot, block_size)
-        for new, cache, scale in (
-            (key[token], key_cache, k_scale),
-            (value[token], value_cache, v_scale),
+        for new, cache, scale, global_scale in (
+            (key[token], key_cache, k_scale, k_global_scale),
+            (value[token], value_cache, v_scale, v_global_scale),
         ):
             # step: encode the key and the value in the format of the cache
-            codes, measured = encode(new, cache, scale, kv_cache_dtype)
+            codes, measured = encode(new, cache, scale, kv_cache_dtype, global_scale)
             # step: store the key and the value
             cache[block_id, offset] = codes
             if measured is not None and isinstance(scale, Tensor):
@@ -130,6 +137,8 @@ def gather_cache(
     k_scale: Scale | float | None = None,
     v_scale: Scale | float | None = None,
     dtype: torch.dtype | None = None,
+    k_global_scale: float | None = None,
+    v_global_scale: float | None = None,
 ) -> tuple[Key, Value]:
     """Return the keys and values of whole sequences, concatenated.
 
@@ -142,6 +151,8 @@ def gather_cache(
         k_scale, v_scale: Optional. Scales of a quantized cache, as in `reshape_and_cache`. The
             product is computed in float32 and rounded to `dtype`.
         dtype: Optional. Dtype of the result. If None, the dtype of the cache, unscaled.
+        k_global_scale, v_global_scale: Optional. What block scales are multiplied by, as in
+            `reshape_and_cache`.
 
     Returns:
         Key [num_tokens, kv_heads, head_size] and value [num_tokens, kv_heads, value_head_size].
@@ -193,15 +204,17 @@ def gather_cache(
         block_ids = row[positions // block_size].long()
         # step: add the offset in the block
         offsets = positions % block_size
-        for result, cache, scale in (
-            (key, key_cache, k_scale),
-            (value, value_cache, v_scale),
+        for result, cache, scale, global_scale in (
+            (key, key_cache, k_scale, k_global_scale),
+            (value, value_cache, v_scale, v_global_scale),
         ):
             # step: copy the key and the value
             slots = cache[block_ids, offsets]
             # step: multiply by the scales if another dtype is requested
             if dtype is not None:
-                slots = load_slots(cache, block_ids, offsets, scale, torch.float32)
+                slots = load_slots(
+                    cache, block_ids, offsets, torch.float32, scale, global_scale
+                )
             result[starts[req] : starts[req + 1]] = slots
     return key, value
 

@@ -13,6 +13,7 @@ combined in the order of the splits. Then the bits do not depend on the number o
 """
 
 import torch
+from torch import Tensor
 
 from ...contract.argument_types import typed
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
@@ -198,6 +199,9 @@ class DecodeContextParallel:
         batch: RankBatch,
         k_scale: Scale | float | None = None,
         v_scale: Scale | float | None = None,
+        kv_cache_dtype: str | None = None,
+        k_global_scale: float | None = None,
+        v_global_scale: float | None = None,
     ) -> None:
         """Write the new tokens that this rank stores into its cache.
 
@@ -207,7 +211,8 @@ class DecodeContextParallel:
             key_cache: [num_blocks, block_size, kv_heads, head_size], modified in place.
             value_cache: [num_blocks, block_size, kv_heads, value_head_size], modified in place.
             batch: That of `prepare`.
-            k_scale, v_scale: As in `reshape_and_cache`.
+            k_scale, v_scale, kv_cache_dtype, k_global_scale, v_global_scale: As in
+                `reshape_and_cache`.
 
         Raises:
             ValueError: Shapes do not match.
@@ -215,8 +220,9 @@ class DecodeContextParallel:
         """
         # step: write each token that has a slot on this rank
         reshape_and_cache(
-            key, value, key_cache, value_cache, batch.slot_mapping, k_scale, v_scale
-        )
+            key, value, key_cache, value_cache, batch.slot_mapping, k_scale, v_scale,
+            kv_cache_dtype, k_global_scale, v_global_scale,
+        )  # fmt: skip
 
     def attend(
         self,
@@ -267,8 +273,8 @@ class DecodeContextParallel:
         paged_attention(
             q.repeat(batch.splits, 1, 1),
             # each slot is a block of its own
-            key_cache.flatten(0, 1)[:, None],
-            value_cache.flatten(0, 1)[:, None],
+            _as_slots(key_cache),
+            _as_slots(value_cache),
             batch.block_table,
             batch.query_start_loc,
             batch.seq_lens,
@@ -281,8 +287,10 @@ class DecodeContextParallel:
             options=AttentionOptions(
                 causal=False,
                 logits_soft_cap=options.logits_soft_cap,
-                k_scale=options.k_scale,
-                v_scale=options.v_scale,
+                k_scale=_of_slots(options.k_scale),
+                v_scale=_of_slots(options.v_scale),
+                k_global_scale=options.k_global_scale,
+                v_global_scale=options.v_global_scale,
                 batch_invariant=self.fixed_splits is not None,
             ),
         )
@@ -301,3 +309,14 @@ class DecodeContextParallel:
         if lse is not None:
             lse.copy_(joint.T)
         return out.copy_(result)
+
+
+def _as_slots(cache: Tensor) -> Tensor:
+    """Return a cache, or the scales of its slots, as blocks of one slot each."""
+    return cache.flatten(0, 1)[:, None]
+
+
+def _of_slots(scale: Tensor | float | None) -> Tensor | float | None:
+    """Return a scale for blocks of one slot each."""
+    is_measured = isinstance(scale, Tensor) and scale.dim() >= 3
+    return _as_slots(scale) if is_measured and isinstance(scale, Tensor) else scale

@@ -57,8 +57,12 @@ class AttentionOptions:
             value; -inf takes no weight. If None, no sink is added.
         k_scale: What the keys of a quantised cache are multiplied by. FP8: one number, or
             [kv_heads] float32. Formats with a scale per token and head (int8, int4, FP8):
-            [num_blocks, block_size, kv_heads] float32. If None, the cache is not quantised.
+            [num_blocks, block_size, kv_heads] float32. nvfp4: [num_blocks, block_size, kv_heads,
+            head_size / 16] float8_e4m3fn. If None, the cache is not quantised.
         v_scale: The same for values.
+        k_global_scale: What the block scales of keys are multiplied by, in a format that has them
+            (nvfp4). If None, the format has none.
+        v_global_scale: The same for values.
         out_scale: What the elements of an FP8 `out` will be multiplied by when they are read. If
             None, `out` is not quantised.
         batch_invariant: Whether a row's result is bitwise equal whatever else is in the batch,
@@ -89,6 +93,8 @@ class AttentionOptions:
     sinks: PerHead | None = None
     k_scale: Scale | float | None = None
     v_scale: Scale | float | None = None
+    k_global_scale: float | None = None
+    v_global_scale: float | None = None
     out_scale: Scale | float | None = None
     batch_invariant: bool = False
 
@@ -119,6 +125,16 @@ class AttentionOptions:
     def with_causal(self, default: bool) -> "AttentionOptions":
         """Return the options with `causal` set: as given, or else the operation's default."""
         return replace(self, causal=default) if self.causal is None else self
+
+    @property
+    def k_scales(self) -> tuple[Tensor | float | None, float | None]:
+        """The scale of the keys, and what multiplies it."""
+        return self.k_scale, self.k_global_scale
+
+    @property
+    def v_scales(self) -> tuple[Tensor | float | None, float | None]:
+        """The scale of the values, and what multiplies it."""
+        return self.v_scale, self.v_global_scale
 
     @property
     def given_by_position(self) -> list[str]:

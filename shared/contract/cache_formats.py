@@ -2,8 +2,8 @@
 
 A cache either stores numbers as they are, or codes of fewer bits. A code times its scale is the
 number. Formats differ in the dtype of the codes, and in the axes of the scales. The scales of some
-are given with the call; those of others are measured by the write, one per token and head, and
-stored with the codes.
+are given with the call; those of others are measured by the write, one per token and head or one
+per block of channels, and stored with the codes.
 
 A format has one file of its own in each of these folders, named by its field `file`:
 `reference/cache/formats/` (store and load), `optimized/kernels/portable/formats/` (the same in
@@ -28,6 +28,7 @@ class ScaleAxes(Enum):
     TENSOR = "one number for all"
     HEAD = "[kv_heads]"
     TOKEN_HEAD = "[num_blocks, block_size, kv_heads]"
+    BLOCK = "[num_blocks, block_size, kv_heads, head_size / 16]"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class CacheFormat:
         file: Name of its files. Formats that share code share a file.
         dtype: Optional. Dtype of the stored elements. If None, that of the keys and values.
         codes_per_element: Codes in a stored element: 2 if a byte holds two of four bits.
+        channels_per_scale: Channels of a key or value with the same scale, if it has several. A
+            global scale, which is given, multiplies them. If 0, it has one scale at most.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
 
@@ -60,6 +63,7 @@ class CacheFormat:
     file: str
     dtype: torch.dtype | None = None
     codes_per_element: int = 1
+    channels_per_scale: int = 0
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
 
@@ -71,7 +75,17 @@ class CacheFormat:
     @property
     def is_measured(self) -> bool:
         """Whether a write measures the scales and stores them; otherwise they are given."""
+        return bool({ScaleAxes.TOKEN_HEAD, ScaleAxes.BLOCK} & {*self.scales})
+
+    @property
+    def has_token_scales(self) -> bool:
+        """Whether a write measures one scale per token and head."""
         return ScaleAxes.TOKEN_HEAD in self.scales
+
+    @property
+    def head_size_step(self) -> int:
+        """What head sizes are multiples of."""
+        return self.channels_per_scale or self.codes_per_element
 
     def page_bytes(
         self,
@@ -93,19 +107,29 @@ class CacheFormat:
             value_head_size=value_head_size,
         )
         stored = self.elements(head_size) + self.elements(value_head_size)
-        size = stored * (self.dtype or dtype).itemsize + 8 * self.is_measured
+        size = stored * (self.dtype or dtype).itemsize
+        size += self.scale_bytes(head_size) + self.scale_bytes(value_head_size)
         return block_size * kv_heads * size
+
+    def scale_bytes(self, head_size: int) -> int:
+        """Return the bytes of the scales that are stored with a key or value."""
+        if self.channels_per_scale:
+            return head_size // self.channels_per_scale
+        return 4 * self.is_measured
 
     def elements(self, head_size: int) -> int:
         """Return the stored elements of a key or value.
 
         Raises:
-            ValueError: `head_size` codes do not fill the elements.
+            ValueError: `head_size` codes do not fill the elements, or the blocks of a scale.
         """
-        if head_size % self.codes_per_element:
+        if head_size % self.head_size_step:
+            why = (
+                "channels of a scale" if self.channels_per_scale else "codes in a byte"
+            )
             raise ValueError(
                 f"head_size = {head_size} in the format {self.name}: expected a multiple of"
-                f" {self.codes_per_element}, the codes in a byte"
+                f" {self.head_size_step}, the {why}"
             )
         return head_size // self.codes_per_element
 
@@ -152,6 +176,22 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             scales=(ScaleAxes.TOKEN_HEAD,),
+        ),
+        CacheFormat(
+            name="nvfp4",
+            file="nvfp4",
+            dtype=torch.uint8,
+            codes_per_element=2,
+            channels_per_scale=16,
+            scales=(ScaleAxes.BLOCK,),
+        ),
+        CacheFormat(
+            name="nvfp4_4over6",
+            file="nvfp4_4over6",
+            dtype=torch.uint8,
+            codes_per_element=2,
+            channels_per_scale=16,
+            scales=(ScaleAxes.BLOCK,),
         ),
     )
 }
@@ -206,9 +246,18 @@ def find_format(
         return named
     found = [form for form in FORMATS.values() if form.dtype == dtype]
     if len(found) > 1 and scale is not None:
-        has_slots = isinstance(scale, Tensor) and scale.dim() == 3
-        found = [form for form in found if form.is_measured == has_slots] or found
+        axes = _AXES_BY_COUNT.get(scale.dim() if isinstance(scale, Tensor) else 0, ())
+        found = [form for form in found if {*axes} & {*form.scales}] or found
     return found[0] if found else PLAIN
+
+
+_AXES_BY_COUNT = {
+    0: (ScaleAxes.TENSOR, ScaleAxes.HEAD),
+    1: (ScaleAxes.TENSOR, ScaleAxes.HEAD),
+    3: (ScaleAxes.TOKEN_HEAD,),
+    4: (ScaleAxes.BLOCK,),
+}
+"""The axes that scales may have, by their number."""
 
 
 def named_format(name: str) -> CacheFormat:
@@ -312,7 +361,7 @@ def split_page(
         page: [num_blocks, block_size, kv_heads, bytes] uint8 or int8, with any strides but 1 for
             the last axis. A page that is stored head by head is a transposed view.
         head_size, value_head_size: Elements of a key and of a value.
-        form: A format whose scales are measured.
+        form: A format with a scale per token and head.
 
     Returns:
         key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
@@ -321,7 +370,7 @@ def split_page(
         ValueError: a slot has another number of bytes, a scale does not begin at a multiple of
             4 bytes, or the codes of a key or value do not fill its bytes.
     """
-    assert form.dtype is not None and form.is_measured
+    assert form.dtype is not None and ScaleAxes.TOKEN_HEAD in form.scales
     elements, value_elements = form.elements(head_size), form.elements(value_head_size)
     sizes = [elements * form.dtype.itemsize, 4, value_elements * form.dtype.itemsize, 4]
     if page.shape[-1] != sum(sizes):

@@ -12,7 +12,9 @@ from .cache_formats import FORMATS, PLAIN, CacheFormat, ScaleAxes, split_page
 
 
 def is_layer_format(form: CacheFormat) -> bool:
-    """Return whether layers take a format: scales are measured, or may be one number for all."""
+    """Return whether layers take a format: one scale per token and head, or for all, or none."""
+    if form.channels_per_scale:
+        return False
     return form is PLAIN or form.is_measured or ScaleAxes.TENSOR in form.scales
 
 
@@ -64,13 +66,13 @@ def check_stored_format(name: str, dtype: torch.dtype, *head_sizes: int) -> Cach
 
 
 def measured_format(name: str) -> CacheFormat | None:
-    """Return the format with vLLM's name whose scales a write measures; None for other names.
+    """Return the format with vLLM's name that has a scale per token and head; None for others.
 
     Args:
         name: vLLM's name of a cache's dtype, or one of ours.
     """
     form = FORMATS.get(name)
-    return form if form is not None and form.is_measured else None
+    return form if form is not None and form.has_token_scales else None
 
 
 def why_no_page(form: CacheFormat, head_size: int) -> str:

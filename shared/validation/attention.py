@@ -64,7 +64,7 @@ def check_paged_attention(
             f" a row of {max_blocks} blocks of {block_size} holds"
         )
     check_start_loc("query_start_loc", query_start_loc, reqs, query.shape[0], contents)
-    check_cache_scales(options, key_cache, contents)
+    check_cache_scales(options, key_cache, value_cache, contents)
     check_score_scale(scale)
     check_options(options, query, reqs, out, contents)
     if not contents:
@@ -96,7 +96,7 @@ def check_encoder_attention(
     options = options.with_causal(False)
     reject_options(
         options,
-        ("tree_mask", "k_scale", "v_scale"),
+        ("tree_mask", "k_scale", "v_scale", "k_global_scale", "v_global_scale"),
         "the keys and values are not read from a cache",
     )
     check_dtype("key", key, *FLOATS)

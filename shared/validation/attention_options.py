@@ -44,7 +44,7 @@ def check_options(
 
 
 def check_cache_scales(
-    options: AttentionOptions, key_cache: Tensor, contents: bool
+    options: AttentionOptions, key_cache: Tensor, value_cache: Tensor, contents: bool
 ) -> None:
     """Raise if the scales of a cache do not fit its format, or are those of two formats."""
     if options.k_scale is not None and options.v_scale is not None:
@@ -55,8 +55,23 @@ def check_cache_scales(
                 f"k_scale belongs to the format {of_keys.name} and v_scale to {of_values.name}:"
                 " expected one format, since keys and values have the same"
             )
-    for name in ("k_scale", "v_scale"):
-        check_format_scale(name, getattr(options, name), key_cache, contents)
+    k_scale, v_scale = options.k_scale, options.v_scale
+    check_format_scale("k_scale", k_scale, key_cache, contents, v_scale)
+    check_format_scale("v_scale", v_scale, value_cache, contents, k_scale)
+    form = find_format(key_cache.dtype, k_scale)
+    for name in ("k_global_scale", "v_global_scale"):
+        number = getattr(options, name)
+        if form.channels_per_scale and number is None:
+            raise ValueError(
+                f"{name} = None: expected a number, which block scales are multiplied by; 1.0 takes"
+                " them as they are"
+            )
+        if number is not None and not form.channels_per_scale:
+            raise ValueError(
+                f"{name} is given but the cache has the format {form.name}: expected None, as only"
+                " block scales are multiplied by it"
+            )
+        check_scale(name, number, {}, None, contents)
 
 
 def reject_options(options: AttentionOptions, names: Collection[str], why: str) -> None:

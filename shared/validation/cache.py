@@ -42,6 +42,8 @@ def check_reshape_and_cache(
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
     kv_cache_dtype: str | None,
+    k_global_scale: float | None,
+    v_global_scale: float | None,
     contents: bool,
 ) -> None:
     """Raise an error for a write that does not fit the cache, before anything is written."""
@@ -68,7 +70,13 @@ def check_reshape_and_cache(
             f"slot_mapping has shape {list(slot_mapping.shape)}: expected at most"
             f" [{tokens}], the tokens of key and value"
         )
-    _check_scales(key_cache, k_scale, v_scale, contents)
+    scales = AttentionOptions(
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_global_scale=k_global_scale,
+        v_global_scale=v_global_scale,
+    )
+    check_cache_scales(scales, key_cache, value_cache, contents)
     if find_format(key_cache.dtype, k_scale, kv_cache_dtype).is_measured:
         _check_written_scales(k_scale, v_scale)
     if not contents:
@@ -123,16 +131,6 @@ def _check_written_scales(
         )
 
 
-def _check_scales(
-    key_cache: Tensor,
-    k_scale: Tensor | float | None,
-    v_scale: Tensor | float | None,
-    contents: bool,
-) -> None:
-    scales = AttentionOptions(k_scale=k_scale, v_scale=v_scale)
-    check_cache_scales(scales, key_cache, contents)
-
-
 def check_gather_cache(
     key_cache: Tensor,
     value_cache: Tensor,
@@ -142,6 +140,8 @@ def check_gather_cache(
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
     dtype: torch.dtype | None,
+    k_global_scale: float | None,
+    v_global_scale: float | None,
     contents: bool,
 ) -> None:
     """Raise an error for a gather that would read outside the cache."""
@@ -154,27 +154,29 @@ def check_gather_cache(
     check_start_loc(
         "seq_start_loc", seq_start_loc, block_table.shape[0], num_tokens, contents
     )
+    scales = AttentionOptions(
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_global_scale=k_global_scale,
+        v_global_scale=v_global_scale,
+    )
     if dtype is not None or not find_format(key_cache.dtype).is_quantised:
-        _check_scales(key_cache, k_scale, v_scale, contents)
-    _check_result_dtype(key_cache, k_scale, v_scale, dtype)
+        check_cache_scales(scales, key_cache, value_cache, contents)
+    _check_result_dtype(key_cache, scales, dtype)
     if contents:
         num_blocks, block_size = key_cache.shape[:2]
         check_block_ids(block_table, seq_start_loc.diff(), block_size, num_blocks)
 
 
 def _check_result_dtype(
-    key_cache: Tensor,
-    k_scale: Tensor | float | None,
-    v_scale: Tensor | float | None,
-    dtype: torch.dtype | None,
+    key_cache: Tensor, scales: AttentionOptions, dtype: torch.dtype | None
 ) -> None:
     if dtype is None:
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                raise ValueError(
-                    f"{name} is given but dtype = None: expected the dtype of the result;"
-                    " without one a quantized cache's bytes come as they are"
-                )
+        for name in scales.given:
+            raise ValueError(
+                f"{name} is given but dtype = None: expected the dtype of the result;"
+                " without one a quantized cache's bytes come as they are"
+            )
     elif not find_format(key_cache.dtype).is_quantised:
         raise ValueError(
             f"dtype = {dtype} but the cache is {key_cache.dtype}: expected None, as only"

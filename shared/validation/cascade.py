@@ -165,7 +165,7 @@ def check_dcp_attention(
         )
     if not contents:
         return share
-    check_cache_scales(options, key_cache, contents)
+    check_cache_scales(options, key_cache, value_cache, contents)
     check_options(options, query, reqs, out, contents)
     check_start_loc("query_start_loc", query_start_loc, reqs, query.shape[0], True)
     query_lens, lens = query_start_loc.diff().tolist(), seq_lens.tolist()

@@ -24,7 +24,10 @@ from .step_shapes import check_multiple, check_ranks
 
 EXCHANGES = ("all_to_all", "reduce_scatter")
 TAKEN_IN_A_RING = ("causal", "logits_soft_cap", "sinks", "batch_invariant")
-TAKEN = ("causal", "logits_soft_cap", "sinks", "k_scale", "v_scale", "batch_invariant")
+TAKEN = (
+    *("causal", "logits_soft_cap", "sinks", "k_scale", "v_scale"),
+    *("k_global_scale", "v_global_scale", "batch_invariant"),
+)
 
 
 def check_context_parallel(

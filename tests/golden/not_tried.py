@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pagetwin.contract.cache_formats import CACHE_DTYPE_NAMES
+from pagetwin.contract.cache_formats import FORMATS
 
 from .adapters.specs import NO_EFFECT, spec_class
 from .cases import ADAPTERS, Case
@@ -23,8 +23,6 @@ FILES = {
     "v033_indexer_metadata": "sparse attention",
     "v033_sparse_index_helpers": "sparse attention",
     "v033_sparse_swa_indices": "sparse attention",
-    "v033_nvfp4_kv_layout": "a cache format of four bits",
-    "v033_ref_nvfp4_quant": "a cache format of four bits",
     "v033_kv_quant_mode": "names of cache formats",
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",
@@ -93,7 +91,9 @@ def the_class_of_a_spec_is_missing(inputs: dict[str, Any]) -> bool:
 def the_format_of_a_backend_is_missing(inputs: dict[str, Any]) -> bool:
     """The backend changes the spec for a cache format that does not exist here."""
     mode = inputs.get("kv_quant_mode", "NONE").lower()
-    is_known = mode in ("none", "fp8_per_tensor", *CACHE_DTYPE_NAMES)
+    is_known = mode in ("none", "fp8_per_tensor", *FORMATS)
+    # a latent cache has formats of its own
+    is_known &= inputs["class"] != "MLAAttentionSpec" or mode not in FORMATS
     return "backend" in inputs and not is_known
 
 

@@ -41,6 +41,8 @@ OPTIONS: dict[str, Any] = {
     "sinks": [torch.ones(8)],
     "k_scale": [0.5, torch.ones(2)],
     "v_scale": [0.5, torch.ones(2)],
+    "k_global_scale": [0.5],
+    "v_global_scale": [0.5],
     "out_scale": [0.5],
     "batch_invariant": [True, False],
 }

@@ -53,6 +53,8 @@ OPTIONS: dict[str, Any] = {
     "sinks": (4,),
     "k_scale": (2,),
     "v_scale": (2,),
+    "k_global_scale": 0.5,
+    "v_global_scale": 2.0,
     "out_scale": 0.5,
     "batch_invariant": True,
 }

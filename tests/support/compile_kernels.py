@@ -32,6 +32,7 @@ from pagetwin.contract.cache_formats import (
     CODES_PER_ELEMENT,
     FORMATS,
     TENSOR_SCALE_DTYPES,
+    CacheFormat,
 )
 from pagetwin.contract.operations import CONCEPTS, load_implementation
 from triton.backends.compiler import GPUTarget
@@ -84,13 +85,14 @@ ONCE = (100, 120)
 # not
 DECODES = {"decode": 12, "few decodes": 2}
 Launch = tuple[str, JITFunction, dict[str, Any], dict[str, int]]
-PER_TOKEN_HEAD = {
-    name: form.dtype
+READ_ALIKE = ("int4_per_token_head_vllm", "nvfp4_4over6")
+"""Formats whose caches are read as those of another one."""
+MEASURED = {
+    name: form
     for name, form in FORMATS.items()
-    if form.is_measured and form.file != "int4_per_token_head_vllm"
+    if form.is_measured and name not in READ_ALIKE
 }
-"""Dtypes of codes with a scale per token and head, by format. Caches of the one that is left out
-are read as another one's."""
+"""Formats with measured scales, whose caches are read by code of their own."""
 
 
 def pretend(chip: int, launches: list[Any]) -> None:
@@ -174,9 +176,15 @@ def run_encoder(query_len: int, head_size: int, **options: Any) -> None:
     )
 
 
-def slot_scales(blocks: int) -> dict[str, Any]:
-    """Return scales of keys and of values, one per slot and head, in blocks of 16 slots."""
-    return {name: torch.ones(blocks, 16, 8) for name in ("k_scale", "v_scale")}
+def measured_scales(form: CacheFormat, blocks: int) -> dict[str, Any]:
+    """Return the scales of keys and of values of 8 heads of 128, in blocks of 16 slots."""
+    names = ("k_scale", "v_scale")
+    if not form.channels_per_scale:
+        return {name: torch.ones(blocks, 16, 8) for name in names}
+    parts = 128 // form.channels_per_scale
+    scales = torch.ones(blocks, 16, 8, parts).to(torch.float8_e4m3fn)
+    factors = {"k_global_scale": 0.5, "v_global_scale": 0.25}
+    return {name: scales.clone() for name in names} | factors
 
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -244,8 +252,8 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                     q, 4096, 128, torch.bfloat16, r, **o
                 ),
             )
-        for name, dtype in PER_TOKEN_HEAD.items():
-            codes = slot_scales(256) | {"cache_dtype": dtype}
+        for name, form in MEASURED.items():
+            codes = measured_scales(form, 256) | {"cache_dtype": form.dtype}
             yield (
                 f"{kind}, {name} cache",
                 lambda q=query_len, r=reqs, o=codes: run_attention(
@@ -316,15 +324,19 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     yield (
         "prefill, int8_per_token_head cache of prompts",
         lambda: run_attention(
-            99, 99, 128, torch.bfloat16, cache_dtype=torch.int8, **slot_scales(7)
+            99,
+            99,
+            128,
+            torch.bfloat16,
+            cache_dtype=torch.int8,
+            **measured_scales(FORMATS["int8_per_token_head"], 7),
         ),
     )
-    for name, dtype in PER_TOKEN_HEAD.items():
+    for name, form in MEASURED.items():
+        codes = measured_scales(form, 1024) | {"cache_dtype": form.dtype}
         yield (
             f"append, {name} cache",
-            lambda d=dtype: run_attention(
-                16, 16384, 128, torch.bfloat16, cache_dtype=d, **slot_scales(1024)
-            ),
+            lambda o=codes: run_attention(16, 16384, 128, torch.bfloat16, **o),
         )
     for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
         yield (
@@ -394,19 +406,25 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             0.5,
         ),
     )
-    scales = slot_scales(16)
-    for name, dtype in PER_TOKEN_HEAD.items():
-        codes = cache[..., : 128 // CODES_PER_ELEMENT.get(dtype, 1)].to(dtype)
-        yield (
-            f"write, {name} 8x128",
-            lambda c=codes: twin.reshape_and_cache(
-                ones, ones, c[0], c[1], torch.arange(64), **scales
-            ),
+    for name, form in FORMATS.items():
+        if not form.is_measured:
+            continue
+        codes, scales = (
+            cache[..., : form.elements(128)].to(form.dtype),
+            measured_scales(form, 16),
         )
         yield (
+            f"write, {name} 8x128",
+            lambda c=codes, s=scales, n=name: twin.reshape_and_cache(
+                ones, ones, c[0], c[1], torch.arange(64), kv_cache_dtype=n, **s
+            ),
+        )
+        if name in READ_ALIKE:
+            continue
+        yield (
             f"gather, {name} 8x128",
-            lambda c=codes: twin.gather_cache(
-                c[0], c[1], table, starts, 64, dtype=torch.bfloat16, **scales
+            lambda c=codes, s=scales: twin.gather_cache(
+                c[0], c[1], table, starts, 64, dtype=torch.bfloat16, **s
             ),
         )
     yield (

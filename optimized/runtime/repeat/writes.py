@@ -96,7 +96,7 @@ def sign_write(
     caches: Sequence[Tensor],
     slot_mapping: Tensor,
     scales: Sequence[Scale],
-    name: str | None = None,
+    *more: str | float | None,
 ) -> Signature | None:
     """Return everything that the launch of a write follows from, except addresses and tokens.
 
@@ -105,7 +105,7 @@ def sign_write(
         caches: where it is written.
         slot_mapping: slots of the first tokens.
         scales: of each cache.
-        name: Optional. Name of the caches' format.
+        more: what else its launch follows from: the name of the caches' format, and global scales.
 
     Returns:
         a hashable tuple. None if the write is not repeated: in the interpreter, and if autograd
@@ -132,7 +132,7 @@ def sign_write(
             if isinstance(scale, Tensor) else scale
             for scale in scales
         ],
-        name,
+        *more,
     )  # fmt: skip
 
 

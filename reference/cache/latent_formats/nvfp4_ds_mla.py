@@ -15,13 +15,12 @@ its scale has 6 significant bits, so it is exact in bfloat16.
 import torch
 from torch import Tensor
 
+from ..formats.nvfp4 import encode_e2m1, meaning
 from .fp8_ds_mla import decode_e4m3, encode_e4m3, finite_size, into_tiles
 
 TILE = 16
 SMALLEST_SCALE = 2.0**-9
 """The smallest number of float8_e4m3fn."""
-SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The size that each code means."""
 
 
 def store(kv_c: Tensor, k_pe: Tensor) -> Tensor:
@@ -71,23 +70,9 @@ def load(records: Tensor, dtype: torch.dtype) -> Tensor:
         records: [tokens, 352] uint8.
     """
     pairs, rope, stored_scales = torch.split(records, [256, 64, 32], 1)
-    codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1).long()
-    sizes = torch.tensor(SIZES, dtype=dtype, device=records.device)
-    numbers = torch.cat([sizes, -sizes])[codes]
+    codes = torch.stack([pairs & 15, pairs >> 4], 2).flatten(1)
+    numbers = meaning(codes, dtype)
     scales = into_tiles(stored_scales, 8).transpose(1, 2).flatten(1)
     scale = decode_e4m3(scales, dtype)
     tiles = into_tiles(numbers, TILE) * scale[..., None]
     return torch.cat([tiles.flatten(1), decode_e4m3(rope, dtype)], 1)
-
-
-def encode_e2m1(numbers: Tensor) -> Tensor:
-    """Return codes of four bits as uint8, rounded to nearest, half to the even code."""
-    size = numbers.abs().nan_to_num(nan=6.0).clamp(max=6)
-    # below 2 codes are 0.5 apart, then 1, then 2
-    code = torch.where(
-        size < 2,
-        (size * 2).round(),
-        torch.where(size < 4, size.round() + 2, (size / 2).round() + 4),
-    )
-    is_negative = numbers.signbit() & ~numbers.isnan()
-    return code.to(torch.uint8) | is_negative.to(torch.uint8) << 3

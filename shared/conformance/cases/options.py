@@ -159,9 +159,11 @@ class Call:
         scales = [self.arguments.get(name) for name in ("k_scale", "v_scale")]
         form = find_format(pair[0].dtype, scales[0])
         if form.is_measured:
+            names = ("k_global_scale", "v_global_scale")
+            factors = [self.arguments.get(name) for name in names]
             pair = [
-                decode_by_hand(form, codes, scale)
-                for codes, scale in zip(pair, scales, strict=True)
+                decode_by_hand(form, *half)
+                for half in zip(pair, scales, factors, strict=True)
             ]
             # they are multiplied already
             pair += [torch.ones(side.shape[:3]) for side in pair]

@@ -93,8 +93,11 @@ def moved_pages(call: Call, pick: Random) -> Call:
     pick.shuffle(order)
     moved_to = torch.tensor(order, device=call.query.device)
     changes: dict[str, Tensor] = {}
-    for name in CACHES:
-        cache = call.arguments[name]
+    for name in (*CACHES, "k_scale", "v_scale"):
+        cache = call.arguments.get(name)
+        # a scale of a head or of all keys has no blocks
+        if not isinstance(cache, Tensor) or cache.dim() < 3:
+            continue
         changes[name] = copy_of(cache)
         changes[name][moved_to] = cache
     table = call.arguments["block_table"].clone()

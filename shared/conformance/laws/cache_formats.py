@@ -1,4 +1,4 @@
-"""Laws of cache formats with a scale per token and head: writes and gathers.
+"""Laws of cache formats whose scales are measured: writes and gathers.
 
 Codes and scales are compared bit for bit with the rule of the format (`oracles/cache_formats.py`).
 """
@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ...contract.cache_formats import FORMATS, CacheFormat
+from ...contract.cache_formats import FORMATS, CacheFormat, head_size_of
 from ..base.support import Support
 from ..candidates.setting import Setting
 from ..cases.batches import NAN
@@ -39,11 +39,12 @@ def fill_tokens(new: Tensor, seed: int) -> None:
     """Fill keys or values with rows of every kind: numbers, ties, zeros, tiny and huge ones, NaN.
 
     Some have one sign, or a channel that outweighs the others. A row with the largest size 127 has
-    the scale 1, so its numbers that end in .5 are ties.
+    the scale 1, so its numbers that end in .5 are ties. In blocks with the largest size 6 quarters
+    are. Multiples of 3 have the same codes with the largest code 6 and with 4.
     """
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(new.shape, generator=generator)
-    kinds = torch.randint(0, 10, new.shape[:2], generator=generator).tolist()
+    kinds = torch.randint(0, 11, new.shape[:2], generator=generator).tolist()
     for token, heads in enumerate(kinds):
         for head, kind in enumerate(heads):
             row = numbers[token, head]
@@ -64,6 +65,14 @@ def fill_tokens(new: Tensor, seed: int) -> None:
                 row.abs_().add_(5)
             elif kind == 7:
                 row[0] *= 300
+            elif kind == 8:
+                row.copy_((row * 12).round().clamp(-24, 24) / 4)
+                row[::16] = 6.0
+            elif kind == 9:
+                row *= 0.003
+            elif kind == 10:
+                row.copy_(row.round().clamp(-2, 2) * 3)
+                row[::16] = -6.0
     new.copy_(numbers.to(new.dtype))
 
 
@@ -103,9 +112,20 @@ WIDE_ROWS = [
     for kv_heads, size, value_size in ((8, 128, 128), (3, 80, 40), (1, 512, 16))
 ]
 """Rows of sizes that models have, in each format."""
+NO_ROWS = [
+    CodedWrite(
+        CacheWrite(
+            (), 0, CacheSizes(1, 4, 2, 16, 16, torch.float32), ("packed", "packed"),
+            1, seed,
+        ),
+        seed,
+    )
+    for seed in range(len(CODED))
+]  # fmt: skip
+"""Writes of no token."""
 
 
-@law("reshape_and_cache", cases=coded_writes(), edges=WIDE_ROWS)
+@law("reshape_and_cache", cases=coded_writes(), edges=WIDE_ROWS + NO_ROWS)
 def a_cache_of_codes_holds_the_codes_and_scales_of_each_token(
     setting: Setting, case: CodedWrite
 ) -> None:
@@ -121,8 +141,9 @@ def a_cache_of_codes_holds_the_codes_and_scales_of_each_token(
     slots = write.mapping(setting.device)
     with kept(key=tokens[0], value=tokens[1], slot_mapping=slots):
         found = setting.candidate.reshape_and_cache(
-            *tokens, *cache.parts[:2], slots, *cache.parts[2:], **name_of(form)
-        )
+            *tokens, *cache.parts[:2], slots, *cache.parts[2:], **name_of(form),
+            **cache.options,
+        )  # fmt: skip
     expect_same("what a write returns", found, None)
     cache.expect_same(right)
 
@@ -139,8 +160,7 @@ def write_by_hand(
 ) -> None:
     """Write the codes and scales of keys (number 0) or values (1) to a cache on the host."""
     codes, scale = cache.parts[number], cache.parts[2 + number]
-    given = None if form.is_measured else scale
-    made, measured = encode_by_hand(form, new, given)
+    made, measured = encode_by_hand(form, new, cache.given(form, number))
     for token, slot in enumerate(write.slots):
         if slot >= 0:
             at = divmod(slot, write.sizes.block_size)
@@ -171,6 +191,7 @@ def gathered_codes_of_a_format_are_codes_times_scales(
         factors = scale.cpu()
         if form.is_measured:
             scales = torch.rand(scale.shape, generator=generator) + 0.01
+            scales = scales.to(scale.dtype)
             for length, row in zip(read.lens, read.rows, strict=True):
                 for position in range(length):
                     at = row[position // sizes.block_size], position % sizes.block_size
@@ -178,7 +199,8 @@ def gathered_codes_of_a_format_are_codes_times_scales(
             factors = read.gathered(scale)
         rows = read.gathered(codes)
         # exact in float64: a code has 7 bits, a rotated one 13, a scale 24
-        numbers = decode_by_hand(form, rows, factors).float()
+        global_scale = cache.global_scales[number] if cache.global_scales else None
+        numbers = decode_by_hand(form, rows, factors, global_scale).float()
         numbers[sum(read.lens) :] = 0
         rights.append(rows if dtype is None else numbers.to(dtype))
     table, starts = read.table(setting.device), read.starts(setting.device)
@@ -186,6 +208,7 @@ def gathered_codes_of_a_format_are_codes_times_scales(
     given |= {"block_table": table, "seq_start_loc": starts}
     if dtype is not None:
         given |= {"k_scale": cache.k_scale, "v_scale": cache.v_scale, "dtype": dtype}
+        given |= cache.options
     tensors = {
         name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)
     }
@@ -201,9 +224,17 @@ SIZES = CacheSizes(3, 4, 2, 8, 8, torch.int8)
 WRONG_WRITES: dict[str, Callable[[CodedCache], dict[str, Any]]] = {
     "codes without scales": lambda cache: {"k_scale": None, "v_scale": None},
     "one number for all keys": lambda cache: {"k_scale": 0.5},
-    "scales of one head": lambda cache: {"k_scale": cache.k_scale[..., :1]},
+    "scales of one head": lambda cache: {"k_scale": cache.k_scale[:, :, :1]},
+    "no scale of the values": lambda cache: {"v_scale": None},
+    "no global scale, or one without block scales": lambda cache: {
+        "k_global_scale": None if cache.global_scales else 1.0
+    },
+    "a global scale of 0": lambda cache: {"k_global_scale": 0.0},
+    "an infinite global scale": lambda cache: {"v_global_scale": INFINITY},
     "codes for numbers": lambda cache: {
-        "key": torch.ones(2, 2, 8, dtype=torch.int8, device=cache.key.device)
+        "key": torch.ones(
+            2, 2, head_size_of(cache.key), dtype=torch.int8, device=cache.key.device
+        )
     },
     "the name of another format": lambda cache: {"kv_cache_dtype": "fp8_e4m3"},
     "a name that no format has": lambda cache: {"kv_cache_dtype": "int4"},
@@ -218,16 +249,18 @@ def wrong_writes_of_codes_are_rejected_before_any_write(
     for form in CODED:
         if not form.is_measured:
             continue
-        cache = make_coded(form, SIZES, device, 0)
+        sizes = fit_sizes(form, SIZES)
+        cache = make_coded(form, sizes, device, 0)
         arguments: dict[str, Any] = {
-            "key": torch.ones(2, 2, 8, device=device),
-            "value": torch.ones(2, 2, 8, device=device),
+            "key": torch.ones(2, 2, sizes.head_size, device=device),
+            "value": torch.ones(2, 2, sizes.head_size, device=device),
             "key_cache": cache.key,
             "value_cache": cache.value,
             "slot_mapping": torch.tensor([5, 0], device=device),
             "k_scale": cache.k_scale,
             "v_scale": cache.v_scale,
-        } | WRONG_WRITES[what](cache)
+        }
+        arguments |= cache.options | WRONG_WRITES[what](cache)
         right = cache.copied(form)
         write = partial(setting.candidate.reshape_and_cache, **arguments)
         expect_rejection(what, write)

@@ -1,10 +1,12 @@
-"""Laws of attention over cache formats with a scale per token and head.
+"""Laws of attention over cache formats whose scales are measured.
 
 It is compared with the exact result over the numbers that the codes mean, and over the numbers
 before they were codes.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,16 +15,18 @@ from torch import Tensor
 
 from ...contract.cache_formats import CacheFormat
 from ..candidates.calls.calling import expect_right, run_call
+from ..candidates.candidate import BATCH_INVARIANT
 from ..candidates.setting import Setting
 from ..cases.batches import BatchPlan
 from ..cases.choice_calls import build_call
 from ..cases.options import Call, paged_call
-from ..checks.coded_caches import CODED, coded_call, format_of
+from ..checks.coded_caches import CODED, coded_call, fits, format_of
 from ..checks.expect import Disagreement
-from ..oracles.brute_force import Answer
+from ..oracles.brute_force import Answer, OracleRequest
 from ..oracles.cache_formats import most_off
 from .attention import Drawn, drawn_calls
 from .attention_rejections import Change, base_call, expect_rejected
+from .batch_invariance import claimed, expect_same_alone
 from .law import law
 
 PLAIN = {"cache": "as the query", "scales": "none"}
@@ -37,6 +41,16 @@ def attention_over_codes_is_right_under_any_options(
     sizes = [call.arguments[name].shape[3] for name in ("key_cache", "value_cache")]
     call = coded_call(call, format_of(case[1], *sizes), case[1])
     expect_right(setting, call, run_call(setting, call))
+
+
+@law("paged_attention", cases=drawn_calls(fixed=PLAIN), claim=BATCH_INVARIANT)
+def a_request_over_codes_is_bitwise_equal_in_any_batch_if_that_is_claimed(
+    setting: Setting, case: Drawn
+) -> None:
+    call = build_call(*case, setting.device)
+    sizes = [call.arguments[name].shape[3] for name in ("key_cache", "value_cache")]
+    call = coded_call(call, format_of(case[1], *sizes), case[1])
+    expect_same_alone(claimed(setting), call, Random(case[1]))
 
 
 STEPS = [BatchPlan((1, 3, 17), (60, 33, 17), seed=seed) for seed in range(2)]
@@ -57,10 +71,11 @@ def attention_over_codes_is_as_near_as_their_steps(
     exact = call.answer()
     for form in CODED:
         head_size = call.query.shape[-1]
-        if not form.is_measured or head_size % form.codes_per_element:
+        if not form.is_measured or not fits(form, head_size):
             continue
-        out, _ = run_call(setting, coded_call(call, form, plan.seed))
-        allowed = allowed_by_steps(call, form, exact)
+        coded = coded_call(call, form, plan.seed)
+        out, _ = run_call(setting, coded)
+        allowed = allowed_by_steps(coded, call.requests(), form, exact)
         off = (out.cpu().double() - exact.out).abs()
         share = (off / allowed).nan_to_num(torch.inf, posinf=torch.inf)
         if share.max() > 1:
@@ -73,17 +88,25 @@ def attention_over_codes_is_as_near_as_their_steps(
             )
 
 
-def allowed_by_steps(call: Call, form: CacheFormat, exact: Answer) -> Tensor:
-    """Return how far attention over codes may be from attention over the numbers, as `out`."""
+def allowed_by_steps(
+    call: Call, requests: Sequence[OracleRequest], form: CacheFormat, exact: Answer
+) -> Tensor:
+    """Return how far attention over codes may be from attention over the numbers, as `out`.
+
+    Args:
+        requests: Those of the call with the numbers.
+        exact: Their result.
+    """
     allowed = torch.zeros_like(exact.out)
     token, eps = 0, torch.finfo(call.dtype).eps
     scale = call.arguments.get("scale") or call.query.shape[-1] ** -0.5
-    for request in call.requests():
+    k_global, v_global = map(call.arguments.get, ("k_global_scale", "v_global_scale"))
+    for request in requests:
         queries = request.query.double()
         heads, kv_heads = queries.shape[1], request.key.shape[1]
         reads = [head * kv_heads // heads for head in range(heads)]
-        off_keys, length = most_off(form, request.key)
-        off_values, _ = most_off(form, request.value)
+        off_keys, length = most_off(form, request.key, k_global)
+        off_values, _ = most_off(form, request.value, v_global)
         by_element = queries.abs() * off_keys.amax(0)[reads]
         by_length = queries.norm(dim=-1) * length.amax(0)[reads]
         score = torch.minimum(by_element.sum(-1), by_length) * scale
@@ -117,10 +140,10 @@ def attention_over_codes_finds_each_needle(
     plan, needles = case
     kept_needles = [(req, key) for req, key in needles if key < plan.kv_lens[req]]
     for form in CODED:
-        call = coded_call(
-            paged_call(plan, setting.device, kept_needles), form, plan.seed
-        )
-        expect_right(setting, call, run_call(setting, call))
+        if fits(form, plan.head_size):
+            call = paged_call(plan, setting.device, kept_needles)
+            call = coded_call(call, form, plan.seed)
+            expect_right(setting, call, run_call(setting, call))
 
 
 @law("paged_attention", cases=[1e-4, 1e-2, 1.0, 300.0])
@@ -168,6 +191,11 @@ def scales_like(call: Call, **changes: Any) -> Tensor:
 WRONG_SCALES: dict[str, Change] = {
     "codes without scales": lambda call: {"k_scale": None, "v_scale": None},
     "a number": lambda call: {"k_scale": 0.5},
+    "no scale of the values": lambda call: {"v_scale": None},
+    "a negative global scale": lambda call: {"k_global_scale": -1.0},
+    "no global scale, or one without block scales": lambda call: {
+        "v_global_scale": None if call.arguments["k_scale"].dim() == 4 else 1.0
+    },
     "scales of fewer blocks": lambda call: {
         "k_scale": scales_like(call, shape=(1, *call.arguments["k_scale"].shape[1:]))
     },

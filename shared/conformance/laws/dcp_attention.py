@@ -147,9 +147,12 @@ class Dealt:
             for own in range(len(request.query)):
                 positions = self.positions_of(rank, context + own + 1)
                 one = request.query[own : own + 1]
-                requests.append(
-                    OracleRequest(one, request.key[positions], request.value[positions])
-                )
+                scales = (
+                    None if scale is None else scale[positions]
+                    for scale in (request.k_scale, request.v_scale)
+                )  # fmt: skip
+                keys, values = request.key[positions], request.value[positions]
+                requests.append(OracleRequest(one, keys, values, *scales))
         given = call.arguments
         names = ("scale", "logits_soft_cap", "k_scale", "v_scale")
         options = {name: given[name] for name in names if name in given}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract.cache_formats import CacheFormat
+from .latent_formats import E2M1, E4M3, meant, nearest
 
 Rows: TypeAlias = np.ndarray[Any, Any]
 Rule: TypeAlias = Callable[[Rows, Any, torch.dtype], tuple[Rows, Any]]
@@ -139,13 +140,73 @@ def int4_per_token_head_vllm(
     return four_bits(rows, dtype, has_zero=False)
 
 
+def in_blocks(rows: Rows) -> Rows:
+    """Return rows cut into blocks of 16 channels."""
+    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // 16, 16)
+
+
+def four_bit_floats(blocks: Rows, scale: float, largest: int) -> tuple[Rows, Rows]:
+    """Return the codes of blocks, and their scales as bytes.
+
+    Args:
+        scale: The global scale.
+        largest: What the largest size of a block becomes.
+    """
+    sizes = np.where(np.isnan(blocks), np.float32(0), np.abs(blocks)).max(-1)
+    with np.errstate(all="ignore"):
+        wanted = sizes / np.float32(largest) / np.float32(scale)
+        scales = nearest(wanted, E4M3, of_nan=127, sign=128)
+        steps = meant(scales, E4M3, 128).astype(np.float32) * np.float32(scale)
+        codes = nearest(blocks / steps[..., None], E2M1, of_nan=7, sign=8)
+    return np.where(steps[..., None] == 0, np.uint8(0), codes), scales
+
+
+def squared_error(blocks: Rows, scale: float, codes: Rows, scales: Rows) -> Rows:
+    """Return the sum of the squared errors of each block, divided by the global scale before."""
+    found = meant(codes, E2M1, 8) * meant(scales, E4M3, 128)[..., None]
+    with np.errstate(all="ignore"):
+        off = blocks / np.float32(scale) - found.astype(np.float32)
+        sums = np.where(np.isnan(off), np.float32(0), off) ** 2
+        for count in (8, 4, 2, 1):
+            pairs = sums.reshape(*sums.shape[:-1], count, 2)
+            sums = pairs[..., 0] + pairs[..., 1]
+    total: Rows = sums[..., 0]
+    return total
+
+
+def two_in_a_byte(codes: Rows) -> Rows:
+    """Return the codes of blocks, the even channel in the low bits."""
+    *shape, blocks, channels = codes.shape
+    rows = codes.reshape(*shape, blocks * channels)
+    pairs: Rows = rows[..., ::2] + 16 * rows[..., 1::2]
+    return pairs
+
+
+def nvfp4(rows: Rows, scale: Any, dtype: torch.dtype) -> tuple[Rows, Rows]:
+    """Return codes and block scales; the scale is the global one."""
+    codes, scales = four_bit_floats(in_blocks(rows), scale, 6)
+    return two_in_a_byte(codes), scales
+
+
+def nvfp4_4over6(rows: Rows, scale: Any, dtype: torch.dtype) -> tuple[Rows, Rows]:
+    """Return codes and block scales, those of the largest code 4 where its error is smaller."""
+    blocks = in_blocks(rows)
+    six, four = (four_bit_floats(blocks, scale, largest) for largest in (6, 4))
+    errors = [squared_error(blocks, scale, *one) for one in (six, four)]
+    takes_four = errors[1] < errors[0]
+    codes = np.where(takes_four[..., None], four[0], six[0])
+    return two_in_a_byte(codes), np.where(takes_four, four[1], six[1])
+
+
 RULES: dict[str, Rule] = {
     "int8_per_token_head": int8_per_token_head,
     "fp8_per_token_head": fp8_per_token_head,
     "int4_per_token_head": int4_per_token_head,
     "int4_per_token_head_vllm": int4_per_token_head_vllm,
+    "nvfp4": nvfp4,
+    "nvfp4_4over6": nvfp4_4over6,
 }
-"""The rule of each format with a scale per token and head."""
+"""The rule of each format whose scales are measured."""
 
 
 def encode_by_hand(
@@ -156,35 +217,47 @@ def encode_by_hand(
     Args:
         form: A format of RULES.
         numbers: [..., kv_heads, elements].
-        scale: Optional. One number or [kv_heads]. If None, it is measured.
+        scale: Optional. One number or [kv_heads]; the global scale of block scales. If None, it is
+            measured.
 
     Returns:
-        [..., kv_heads, stored elements] codes; and [..., kv_heads] scales, None if they are given.
+        [..., kv_heads, stored elements] codes; and [..., kv_heads] scales, or block scales
+        [..., kv_heads, blocks] in float8_e4m3fn. None if they are given.
     """
     given = scale.cpu().numpy() if isinstance(scale, Tensor) else scale
     rows = numbers.cpu().float().numpy()
     codes, scales = RULES[form.name](rows, given, numbers.dtype)
     assert form.dtype is not None
     found = torch.from_numpy(codes).view(form.dtype)
+    if form.channels_per_scale:
+        return found, torch.from_numpy(scales).view(torch.float8_e4m3fn)
     return found, torch.from_numpy(scales) if form.is_measured else None
 
 
 def decode_by_hand(
-    form: CacheFormat, codes: Tensor, scale: Tensor | float | None
+    form: CacheFormat,
+    codes: Tensor,
+    scale: Tensor | float | None,
+    global_scale: float | None = None,
 ) -> Tensor:
     """Return what keys or values in a cache stand for, exactly, in float64 on the host.
 
     Args:
         form: A format of RULES.
         codes: [..., kv_heads, stored elements].
-        scale: One number, [kv_heads] or [..., kv_heads].
+        scale: One number, [kv_heads] or [..., kv_heads]; or block scales [..., kv_heads, blocks].
+        global_scale: Optional. What block scales are multiplied by. If None, 1.
     """
     stored = codes.cpu()
+    if form.channels_per_scale:
+        assert isinstance(scale, Tensor)
+        return decode_blocks(
+            stored, scale, 1.0 if global_scale is None else global_scale
+        )
     factor = torch.as_tensor(scale, dtype=torch.float32).cpu().numpy()
     if form.codes_per_element == 1:
         return stored.double() * torch.from_numpy(factor.astype(np.float64))[..., None]
-    nibbles = np.stack([stored.numpy() % 16, stored.numpy() // 16], -1)
-    levels = nibbles.reshape(*stored.shape[:-1], 2 * stored.shape[-1])
+    levels = halves_of(stored)
     bits = factor.view(np.uint32)
     zeros, scales = bits % 16, (bits - bits % 16).view(np.float32).astype(np.float64)
     blocks = in_rotations(levels - zeros[..., None].astype(np.float64))
@@ -193,7 +266,23 @@ def decode_by_hand(
     return torch.from_numpy(turned * (scales / channels)[..., None])
 
 
-def most_off(form: CacheFormat, numbers: Tensor) -> tuple[Tensor, Tensor]:
+def halves_of(stored: Tensor) -> Rows:
+    """Return the two codes of each byte: [..., 2 * bytes]."""
+    nibbles = np.stack([stored.numpy() % 16, stored.numpy() // 16], -1)
+    return nibbles.reshape(*stored.shape[:-1], 2 * stored.shape[-1])
+
+
+def decode_blocks(stored: Tensor, scale: Tensor, global_scale: float) -> Tensor:
+    """Return codes times block scales times the global scale in float32, exactly."""
+    blocks = in_blocks(meant(halves_of(stored), E2M1, 8))
+    bytes_of_scales = scale.cpu().view(torch.uint8).numpy()
+    numbers = blocks * meant(bytes_of_scales, E4M3, 128)[..., None]
+    return torch.from_numpy(numbers * np.float64(np.float32(global_scale))).flatten(-2)
+
+
+def most_off(
+    form: CacheFormat, numbers: Tensor, global_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Return how far finite keys or values of a format may be from what they were.
 
     It follows from the step of the format alone: half of it, for every code. A rotation of n
@@ -201,16 +290,27 @@ def most_off(form: CacheFormat, numbers: Tensor) -> tuple[Tensor, Tensor]:
     dtype before.
 
     Args:
-        form: A format with a scale per token and head.
+        form: A format whose scales are measured.
         numbers: [..., kv_heads, elements].
+        global_scale: Optional. Of a format with block scales. If None, 1.
 
     Returns:
         [..., kv_heads, elements] for each element, and [..., kv_heads] for the Euclidean norm of a
         row, in float64.
     """
     sizes = numbers.cpu().double().abs()
-    scales = encode_by_hand(form, numbers, None)[1]
+    factor = 1.0 if global_scale is None else global_scale
+    scales = encode_by_hand(form, numbers, factor)[1]
     assert scales is not None
+    if form.channels_per_scale:
+        steps = scales.double().repeat_interleave(form.channels_per_scale, -1) * factor
+        # codes are 0.5, 1 and 2 apart, and end at 6
+        half = torch.where(
+            sizes < 2 * steps, 0.25, torch.where(sizes < 4 * steps, 0.5, 1)
+        )
+        by_element = torch.maximum(half * steps, sizes - 6 * steps)
+        by_element = by_element * (1 + 2.0**-20) + sizes * 2.0**-22
+        return by_element, by_element.square().sum(-1).sqrt()
     step = scales.double()[..., None]
     if form.name == "int8_per_token_head":
         by_element = (step / 2).expand_as(sizes)

@@ -27,7 +27,7 @@ FP8_NAMES = CACHE_DTYPE_NAMES
 MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """vLLM's names of caches that are not quantised, besides "auto"."""
 
-SCALED_NAMES = tuple(name for name, form in FORMATS.items() if form.is_measured)
+SCALED_NAMES = tuple(name for name, form in FORMATS.items() if form.has_token_scales)
 """Names of the formats with a scale per token and head: vLLM's, and those that the plugin adds."""
 
 NEW_BLOCK_SIZE = 16

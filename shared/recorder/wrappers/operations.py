@@ -65,18 +65,25 @@ class RecordedOperations:
         k_scale: Tensor | float | None = None,
         v_scale: Tensor | float | None = None,
         kv_cache_dtype: str | None = None,
+        k_global_scale: float | None = None,
+        v_global_scale: float | None = None,
     ) -> None:
         """Write each new token's key and value to its slot."""
-        named = {} if kv_cache_dtype is None else {"kv_cache_dtype": kv_cache_dtype}
+        every = {
+            "kv_cache_dtype": kv_cache_dtype,
+            "k_global_scale": k_global_scale,
+            "v_global_scale": v_global_scale,
+        }
+        named: dict[str, Any] = {k: v for k, v in every.items() if v is not None}
         scales = {
             name: scale
             for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
             if scale is not None
         }
         self._write(key, value, key_cache, value_cache, slot_mapping, **scales, **named)
-        if not self.recorder.wants_layers:
-            return
         form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
+        if not self.recorder.wants_layers or form.channels_per_scale:
+            return
         self.recorder.wrote(
             self._name(key_cache),
             key,

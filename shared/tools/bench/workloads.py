@@ -143,7 +143,8 @@ class Workload:
         if self.form is None:
             return size * self.kv_dtype.itemsize
         assert self.form.dtype is not None
-        return self.form.elements(size) * self.form.dtype.itemsize + 4
+        codes = self.form.elements(size) * self.form.dtype.itemsize
+        return codes + self.form.scale_bytes(size)
 
     @property
     def bytes(self) -> int:

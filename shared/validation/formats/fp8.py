@@ -6,12 +6,12 @@ from ..scales import check_scale
 
 
 def validate(
-    name: str, scale: Tensor | float | None, key_cache: Tensor, contents: bool
+    name: str, scale: Tensor | float | None, cache: Tensor, contents: bool
 ) -> None:
     """Raise if the scale is missing, or is not a finite number above 0 for all or for each head."""
     if scale is None:
         raise ValueError(
-            f"{name} = None: expected a scale, as the cache is {key_cache.dtype}; 1.0"
+            f"{name} = None: expected a scale, as the cache is {cache.dtype}; 1.0"
             " takes its numbers as they are"
         )
-    check_scale(name, scale, {"key_cache": key_cache}, key_cache.shape[2], contents)
+    check_scale(name, scale, {"key_cache": cache}, cache.shape[2], contents)

@@ -8,19 +8,19 @@ from ..primitives import check_dtype, check_same_device
 
 
 def validate(
-    name: str, scale: Tensor | float | None, key_cache: Tensor, contents: bool
+    name: str, scale: Tensor | float | None, cache: Tensor, contents: bool
 ) -> None:
     """Raise if the scales are not [num_blocks, block_size, kv_heads] float32.
 
     Their numbers are not read: those of slots that are not used may be anything.
     """
-    expected = f"float32 scales {list(key_cache.shape[:3])}, one per slot and head"
+    expected = f"float32 scales {list(cache.shape[:3])}, one per slot and head"
     if not isinstance(scale, Tensor):
         raise ValueError(
-            f"{name} = {scale}: expected {expected}, as the cache is {key_cache.dtype}"
+            f"{name} = {scale}: expected {expected}, as the cache is {cache.dtype}"
         )
     reject_gradients(**{name: scale})
     check_dtype(name, scale, torch.float32)
-    if scale.shape != key_cache.shape[:3]:
+    if scale.shape != cache.shape[:3]:
         raise ValueError(f"{name} has shape {list(scale.shape)}: expected {expected}")
-    check_same_device(key_cache=key_cache, **{name: scale})
+    check_same_device(key_cache=cache, **{name: scale})

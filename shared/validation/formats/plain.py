@@ -4,11 +4,11 @@ from torch import Tensor
 
 
 def validate(
-    name: str, scale: Tensor | float | None, key_cache: Tensor, contents: bool
+    name: str, scale: Tensor | float | None, cache: Tensor, contents: bool
 ) -> None:
     """Raise if there is a scale."""
     if scale is not None:
         raise ValueError(
-            f"{name} is given but the cache is {key_cache.dtype}: expected None, as only a"
+            f"{name} is given but the cache is {cache.dtype}: expected None, as only a"
             " quantized cache has scales"
         )

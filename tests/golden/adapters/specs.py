@@ -4,7 +4,9 @@ from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
+import torch
 from pagetwin.contract import specs
+from pagetwin.contract.cache_formats import FORMATS
 from pagetwin.contract.layouts import (
     KVCacheLayout,
     compute_kv_cache_shape_bytes,
@@ -60,8 +62,24 @@ def spec_of(name: str, recorded: dict[str, Any]) -> specs.KVCacheSpec:
         given["block_stride_alignment"] = specs.MultipleOf(base)
     if isinstance(given.get("tokens_per_state"), str):
         given["tokens_per_state"] = Fraction(given["tokens_per_state"])
+    if "backend" in recorded:
+        given |= content_of(recorded)
     made: specs.KVCacheSpec = spec_class(name)(**given)
     return made
+
+
+def content_of(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that a backend changes for a cache format with measured scales."""
+    form = FORMATS.get(recorded.get("kv_quant_mode", "NONE").lower())
+    if form is None or not form.is_measured:
+        return {}
+    heads, size = recorded.get("num_kv_heads", 1), recorded["head_size"]
+    size_v = recorded.get("head_size_v") or size
+    cell = form.page_bytes(1, 1, size, size_v, torch.uint8)
+    if form.channels_per_scale:
+        # the keys of a head and its values are head slots of their own
+        return {"num_head_slots": 2 * heads, "state_content_bytes": cell // 2}
+    return {"state_content_bytes": cell}
 
 
 def shown(spec: specs.KVCacheSpec) -> dict[str, Any]:

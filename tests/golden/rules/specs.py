@@ -3,6 +3,8 @@
 from fractions import Fraction
 from typing import Any
 
+from pagetwin.contract.cache_formats import FORMATS
+
 from golden.adapters.specs import spec_of
 from golden.deviations import deviation
 
@@ -109,3 +111,20 @@ def the_pages_of_a_group_are_aligned(inputs: dict[str, Any]) -> bool:
     if specs is None or not are_merged(inputs) or not all(map(has_cells, specs)):
         return False
     return bool(specs[0].get("alignment"))
+
+
+# ---- formats of their own
+
+
+@deviation(
+    SIZES, "v033_nvfp4_kv_layout", fields=["raises"], right="a ValueError for the size"
+)
+def codes_do_not_fill_their_bytes_or_blocks(inputs: dict[str, Any]) -> bool:
+    """vLLM rounds the bytes of the last code and of the last scale down."""
+    form = FORMATS["nvfp4"]
+    if "class" in inputs:
+        mode = inputs.get("kv_quant_mode", "NONE").lower()
+        if "backend" not in inputs or mode not in FORMATS:
+            return False
+        form = FORMATS[mode]
+    return bool(inputs["head_size"] % form.head_size_step)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .....contract.cache_formats import FORMATS
+from .....contract.cache_formats import FORMATS, ScaleAxes
 from ...fp8 import decode_fp8, quantise
 from .fp8 import decode_fp8_k, decode_fp8_v, scale_fp8_queries, scale_fp8_values
 from .fp8_per_token_head import encode_fp8_rows
@@ -23,15 +23,23 @@ from .int4_per_token_head import (
     split_scales,
 )
 from .int8_per_token_head import decode_int8, encode_int8
+from .nvfp4 import (
+    decode_nvfp4,
+    encode_nvfp4,
+    load_block_scales,
+    scale_block_scores,
+    scale_block_values,
+)
+from .nvfp4_4over6 import encode_4over6
 from .plain import upcast
 from .token_scales import load_slot_scales, scale_slot_values, scale_slot_weights
 
 
 class TileScales(NamedTuple):
-    """The scales of a KV tile's keys and values, in formats with a scale per token.
+    """The scales of a KV tile's keys and values, in formats whose scales are measured.
 
     Args:
-        k, v: [BLOCK_N] float32; () in other formats.
+        k, v: [BLOCK_N] float32, or [BLOCK_N, blocks of channels] bytes; () in other formats.
         k_zero, v_zero: [BLOCK_N] float32 zero points; () in formats without them.
     """
 
@@ -42,15 +50,27 @@ class TileScales(NamedTuple):
 
 
 @triton.constexpr_function
-def is_measured(name: str) -> bool:
+def has_slot_scales(name: str) -> bool:
     """Return whether a format has a scale per token and head."""
-    return FORMATS[name].is_measured
+    return ScaleAxes.TOKEN_HEAD in FORMATS[name].scales
+
+
+@triton.constexpr_function
+def channels_per_scale(name: str) -> int:
+    """Return the channels of a block scale; 0 in a format without them."""
+    return FORMATS[name].channels_per_scale
 
 
 @triton.constexpr_function
 def is_packed(name: str) -> bool:
     """Return whether a byte of a format holds two codes."""
     return FORMATS[name].codes_per_element == 2
+
+
+@triton.constexpr_function
+def is_rotated(name: str) -> bool:
+    """Return whether keys and values of a format are rotated before they are codes."""
+    return FORMATS[name].file.startswith("int4")
 
 
 @triton.jit
@@ -68,18 +88,24 @@ def encode_given(
 
 @triton.jit
 def encode_measured(
-    numbers, dtype, SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr
-):
-    """Return the codes of rows of float32 numbers, and the scale of each row.
+    numbers, global_scale, dtype, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Return the codes of rows of float32 numbers, and the scale or the block scales of each row.
 
     Args:
         numbers: [ROWS, BLOCK]. Elements past the end of a row are 0.
+        global_scale: of block scales.
         dtype: of the numbers before they were float32.
         SIZE: elements of a row.
     """
     if CACHE_FORMAT == "int8_per_token_head":
         codes, scale = encode_int8(numbers)
-    elif is_packed(CACHE_FORMAT):
+    elif CACHE_FORMAT == "nvfp4":
+        codes, scale = encode_nvfp4(numbers, global_scale)
+    elif CACHE_FORMAT == "nvfp4_4over6":
+        codes, scale = encode_4over6(numbers, global_scale)
+    elif is_rotated(CACHE_FORMAT):
         has_zero: tl.constexpr = CACHE_FORMAT == "int4_per_token_head"
         codes, scale = encode_int4(numbers, dtype, SIZE, BLOCK, has_zero)
     else:
@@ -101,17 +127,20 @@ def decode_codes(codes, CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def decode_measured(
-    codes, scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    codes, scale, global_scale, SIZE: tl.constexpr, BLOCK: tl.constexpr,
     CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Return what rows of codes mean, times their scales: [ROWS, BLOCK] float32.
 
     Args:
         codes: [ROWS, BLOCK] bytes; half as many if a byte holds two codes.
-        scale: [ROWS].
+        scale: [ROWS], or block scales [ROWS, blocks] as bytes.
+        global_scale: of block scales.
         SIZE: elements of a row.
     """
-    if is_packed(CACHE_FORMAT):
+    if channels_per_scale(CACHE_FORMAT):
+        numbers = decode_nvfp4(codes, scale, tl.float32) * global_scale
+    elif is_rotated(CACHE_FORMAT):
         scale, zero_point = split_scales(scale)
         rows = decode_int4(codes, zero_point, tl.float32)
         # the rotation adds integers, which is exact
@@ -137,7 +166,9 @@ def scale_queries(q, qk_scale, call, kv_head, config: tl.constexpr):
     low = ()
     if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
         q, qk_scale = scale_fp8_queries(q, qk_scale, call, kv_head, config)
-    elif is_packed(config.CACHE_FORMAT):
+    elif channels_per_scale(config.CACHE_FORMAT):
+        qk_scale = scale_block_scores(qk_scale, call)
+    elif is_rotated(config.CACHE_FORMAT):
         q, low, qk_scale = rotate_queries(q, qk_scale, config.HEAD_DIM)
     return q, low, qk_scale
 
@@ -150,7 +181,7 @@ def has_two_parts(name: str, dtype: Any) -> bool:
         name: of the format.
         dtype: of the parts.
     """
-    return FORMATS[name].codes_per_element == 2 and dtype != tl.float32
+    return FORMATS[name].file.startswith("int4") and dtype != tl.float32
 
 
 @triton.jit
@@ -158,7 +189,9 @@ def decode_k(k, scales, dtype, config: tl.constexpr):
     """Return keys as numbers in the dtype of the queries: [BLOCK_N, BLOCK_D]."""
     if config.CACHE_FORMAT == "auto":
         k = upcast(k, config)
-    elif is_packed(config.CACHE_FORMAT):
+    elif channels_per_scale(config.CACHE_FORMAT):
+        k = decode_nvfp4(k, scales.k, dtype)
+    elif is_rotated(config.CACHE_FORMAT):
         k = decode_int4(k, scales.k_zero, dtype)
     elif config.CACHE_FORMAT == "int8_per_token_head":
         k = decode_int8(k, dtype)
@@ -172,12 +205,14 @@ def decode_v(v, scales, dtype, config: tl.constexpr):
     """Return values as numbers: [BLOCK_N, BLOCK_DV].
 
     Args:
-        dtype: of the result; that of the queries as they are multiplied, or in a packed format as
+        dtype: of the result; that of the queries as they are multiplied, or in a rotated format as
             they are given.
     """
     if config.CACHE_FORMAT == "auto":
         v = upcast(v, config)
-    elif is_packed(config.CACHE_FORMAT):
+    elif channels_per_scale(config.CACHE_FORMAT):
+        v = decode_nvfp4(v, scales.v, dtype)
+    elif is_rotated(config.CACHE_FORMAT):
         v = decode_int4(v, scales.v_zero, dtype)
     elif config.CACHE_FORMAT == "int8_per_token_head":
         v = decode_int8(v, dtype)
@@ -197,7 +232,16 @@ def load_tile_scales(
         keys: KVTileKeys.
     """
     k_scale, v_scale, k_zero, v_zero = (), (), (), ()
-    if is_measured(config.CACHE_FORMAT):
+    if channels_per_scale(config.CACHE_FORMAT):
+        k_scale = load_block_scales(
+            call.option_tensors.k_scale, call.scale_strides.k, kv_head, block_id, slot,
+            keys.is_key, config.HEAD_DIM, config.BLOCK_D, MASKED,
+        )  # fmt: skip
+        v_scale = load_block_scales(
+            call.option_tensors.v_scale, call.scale_strides.v, kv_head, block_id, slot,
+            keys.is_key, config.V_HEAD_DIM, config.BLOCK_DV, MASKED,
+        )  # fmt: skip
+    elif has_slot_scales(config.CACHE_FORMAT):
         k_scale = load_slot_scales(
             call.option_tensors.k_scale, call.scale_strides.k, kv_head, block_id, slot,
             keys.is_key, MASKED,
@@ -206,7 +250,7 @@ def load_tile_scales(
             call.option_tensors.v_scale, call.scale_strides.v, kv_head, block_id, slot,
             keys.is_key, MASKED,
         )  # fmt: skip
-        if is_packed(config.CACHE_FORMAT):
+        if is_rotated(config.CACHE_FORMAT):
             k_scale, k_zero = split_scales(k_scale)
             v_scale, v_zero = split_scales(v_scale)
     return TileScales(k_scale, v_scale, k_zero, v_zero)
@@ -215,7 +259,7 @@ def load_tile_scales(
 @triton.jit
 def scale_scores(qk, scales, config: tl.constexpr):
     """Return dot products with the scale of each key: [BLOCK_M, BLOCK_N]."""
-    if is_measured(config.CACHE_FORMAT):
+    if has_slot_scales(config.CACHE_FORMAT):
         qk = qk * scales.k[None, :]
     return qk
 
@@ -223,7 +267,7 @@ def scale_scores(qk, scales, config: tl.constexpr):
 @triton.jit
 def scale_weights(p, scales, config: tl.constexpr):
     """Return weights with the scale of each value: [BLOCK_M, BLOCK_N]."""
-    if is_measured(config.CACHE_FORMAT):
+    if has_slot_scales(config.CACHE_FORMAT):
         p = scale_slot_weights(p, scales.v)
     return p
 
@@ -233,8 +277,10 @@ def scale_values(result, call, kv_head, config: tl.constexpr):
     """Return finished rows with the values' scale of this head: [BLOCK_M, BLOCK_DV]."""
     if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
         result = scale_fp8_values(result, call, kv_head)
-    elif is_measured(config.CACHE_FORMAT):
+    elif channels_per_scale(config.CACHE_FORMAT):
+        result = scale_block_values(result, call)
+    elif has_slot_scales(config.CACHE_FORMAT):
         result = scale_slot_values(result)
-        if is_packed(config.CACHE_FORMAT):
+        if is_rotated(config.CACHE_FORMAT):
             result = rotate_values(result, config.V_HEAD_DIM)
     return result

@@ -198,9 +198,9 @@ def _find_alignment(*caches: Tensor) -> int:
 
 
 def _slot_scales(options: AttentionOptions) -> list[Tensor]:
-    """Return the scales that have one number per slot and head."""
+    """Return the scales that have numbers for each slot and head."""
     scales = (options.k_scale, options.v_scale)
-    return [scale for scale in scales if isinstance(scale, Tensor) and scale.dim() == 3]
+    return [scale for scale in scales if isinstance(scale, Tensor) and scale.dim() > 1]
 
 
 def _extent(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ class ScoreArguments(NamedTuple):
 
 
 class OptionTensors(NamedTuple):
-    """Options that are passed anew at each launch: tensors of scores, and FP8 scales.
+    """Options that are passed anew at each launch: tensors of scores, and scales of codes.
 
     A scale is a tensor or a number. A field is None if its option is absent.
     """
@@ -41,6 +41,8 @@ class OptionTensors(NamedTuple):
     position_bias: Any
     k_scale: Any
     v_scale: Any
+    k_global_scale: Any
+    v_global_scale: Any
     out_scale: Any
 
 
@@ -59,6 +61,8 @@ def lower_tensors(options: AttentionOptions) -> OptionTensors:
         position_bias=options.position_bias,
         k_scale=scale_arguments(options.k_scale)[0],
         v_scale=scale_arguments(options.v_scale)[0],
+        k_global_scale=scale_arguments(options.k_global_scale)[0],
+        v_global_scale=scale_arguments(options.v_global_scale)[0],
         out_scale=scale_arguments(options.out_scale)[0],
     )
 

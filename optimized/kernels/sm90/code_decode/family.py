@@ -77,7 +77,8 @@ def takes_signature(
         strides, config: of the portable launches.
         short_rows: rows of a short request, at most; 0 without a decode launch.
     """
-    if not FORMATS[config.CACHE_FORMAT].is_quantised:
+    form = FORMATS[config.CACHE_FORMAT]
+    if not form.is_quantised or form.channels_per_scale:
         return False
     if query.dtype not in (torch.bfloat16, torch.float16):
         return False

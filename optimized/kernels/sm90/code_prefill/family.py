@@ -189,7 +189,7 @@ def _takes_signature(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     key, value = call.key, call.value
     form = find_format(key.dtype, call.options.k_scale)
-    if form.codes_per_element != 1 or not form.is_quantised:
+    if not form.is_quantised or form.codes_per_element != 1 or form.channels_per_scale:
         return False
     if value.dtype != key.dtype:
         return False
