@@ -28,7 +28,7 @@ from pagetwin.engine.selector import load_backend
 from torch import Tensor
 
 REFERENCE: Any = load_implementation("reference")
-STORED = [name for name, form in FORMATS.items() if form.is_measured]
+STORED = [name for name, form in FORMATS.items() if form.has_token_scales]
 BLOCKS, SLOTS, HEADS, SIZE = 6, 16, 2, 32
 
 

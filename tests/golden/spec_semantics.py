@@ -12,7 +12,14 @@ import torch
 from .semantics import Model
 
 SPEC_MODELS: dict[str, Model] = {}
-BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3fn": 1, "uint8": 1}
+BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3fn": 1,
+    "uint8": 1,
+    "int8": 1,
+}
 
 
 def models(file: str) -> Any:
@@ -60,8 +67,24 @@ def page_of(inputs: dict[str, Any]) -> Any:
     return with_padding
 
 
+def stored(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a spec with the bytes that a backend adds to it for scales in the page."""
+    mode = inputs.get("kv_quant_mode", "NONE")
+    both = (inputs["head_size"], inputs.get("head_size_v") or inputs["head_size"])
+    if "backend" not in inputs or mode in ("NONE", "FP8_PER_TENSOR"):
+        return inputs
+    if mode.startswith("NVFP4"):
+        # half a byte per channel, and a byte per 16 of them; keys and values are slots of their own
+        slots = 2 * inputs.get("num_kv_heads", 1)
+        cell = sum(size // 2 + size // 16 for size in both) // 2
+        return inputs | {"num_head_slots": slots, "state_content_bytes": cell}
+    codes = sum(size // 2 if mode.startswith("INT4") else size for size in both)
+    return inputs | {"state_content_bytes": codes + 8}
+
+
 @models("v033_kv_cache_spec_sizes")
 def sizes(inputs: dict[str, Any]) -> dict[str, Any]:
+    inputs = stored(inputs)
     size, wanted = inputs["block_size"], inputs.get("block_stride_alignment")
     if isinstance(wanted, dict):
         tokens = gcd(wanted["multiple_of"], size)

@@ -24,6 +24,7 @@ from pagetwin.conformance.oracles.brute_force import quantise_by_hand
 from pagetwin.conformance.oracles.cache_formats import decode_by_hand, encode_by_hand
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS
+from pagetwin.contract.layer_pages import is_layer_format
 from pagetwin.contract.operations import load_implementation
 from pagetwin.integrations.transformers import (
     PagedBatch,
@@ -37,8 +38,12 @@ from pagetwin.recorder import RecordedOperations, Recorder, RecorderSettings
 
 pytestmark = pytest.mark.long
 
-CODED = [name for name, form in FORMATS.items() if form.is_quantised]
-SCALED = [name for name in CODED if FORMATS[name].is_measured]
+CODED = [
+    name
+    for name, form in FORMATS.items()
+    if is_layer_format(form) and form.is_quantised
+]
+SCALED = [name for name in CODED if FORMATS[name].has_token_scales]
 REFERENCE: Any = load_implementation("reference")
 
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.quick
 
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1)]
-SCALED = [name for name, form in FORMATS.items() if form.is_measured]
+SCALED = [name for name, form in FORMATS.items() if form.has_token_scales]
 VLLM_RULE = "int4_per_token_head_vllm"
 """The format that vLLM writes for its own name, of which the plugin writes ours."""
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])

@@ -37,7 +37,7 @@ from torch import Tensor
 from vllm_workers import READER, FullAttentionSpec
 
 REFERENCE: Any = load_implementation("reference")
-SCALED = [name for name, form in FORMATS.items() if form.is_measured]
+SCALED = [name for name, form in FORMATS.items() if form.has_token_scales]
 STEP = step()
 SLOTS = torch.from_numpy(STEP.slot_mapping)
 TOKENS = (0, 1, 2, 3)

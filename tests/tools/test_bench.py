@@ -327,7 +327,10 @@ def test_without_a_gpu_full_workloads_are_rejected_and_smoke_is_named() -> None:
         (("--plot", "plot.pdf"), "plot = plot.pdf"),
         (("--fa3", "nowhere.so"), "fa3 = nowhere.so"),
         (("--flashmla", "nowhere.so"), "flashmla = nowhere.so"),
-        (("--suite", "both"), "suite = 'both': expected standard, extended, all"),
+        (
+            ("--suite", "both"),
+            "suite = 'both': expected standard, extended, formats, all",
+        ),
     ],
 )
 def test_what_cannot_be_is_rejected_before_anything_is_measured(

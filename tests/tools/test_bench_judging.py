@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from bench_runs import AsOurs, Plain, Scales, settings_of, small
+from pagetwin.contract.cache_formats import find_format
+from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.bench import Benchmark, load_workloads, timing
 from pagetwin.tools.bench.accuracy import check_write, choose_rows, find_expected
 from pagetwin.tools.bench.inputs import draw_inputs
@@ -111,13 +113,47 @@ def test_a_write_is_judged_by_every_byte(name: str) -> None:
     rows = inputs.key_cache.flatten(0, 1), inputs.value_cache.flatten(0, 1)
     rows[0][inputs.slot_mapping] = inputs.key.to(rows[0].dtype)
     rows[1][inputs.slot_mapping] = inputs.value.to(rows[1].dtype)
-    caches = (inputs.key_cache, inputs.value_cache)
-    assert check_write(inputs, caches).ok
+    assert check_write(inputs).ok
     nobodys = next(
         slot for slot in range(len(rows[0])) if slot not in inputs.slot_mapping.tolist()
     )
     rows[1][nobodys, 0, 0] = 0
-    assert check_write(inputs, caches).message == f"value at slot {nobodys} is wrong"
+    assert check_write(inputs).message == f"value at slot {nobodys} is wrong"
+
+
+@pytest.mark.parametrize("name", ["write-8k-int8-page", "write-8k-fp8-token"])
+def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
+    name: str,
+) -> None:
+    workload = load_workloads("formats")[name].tiny()
+    inputs = draw_inputs(workload, 0, "cpu")
+    inputs.poison_cache()
+    reference: Any = load_implementation("reference")
+    caches = (inputs.key_cache, inputs.value_cache)
+    reference.reshape_and_cache(
+        inputs.key, inputs.value, *caches, inputs.slot_mapping, *inputs.scales
+    )
+    assert check_write(inputs).ok
+    slot = int(inputs.slot_mapping[0])
+    place = divmod(slot, workload.block_size)
+    assert inputs.v_scale is not None
+    inputs.v_scale[place][0] *= 2
+    assert check_write(inputs).message == f"value at slot {slot} is wrong"
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8-token", "int4"])
+def test_a_workload_of_codes_has_the_numbers_of_its_format(form: str) -> None:
+    workload = load_workloads("formats")[f"decode-64x4k-{form}"].tiny()
+    inputs = draw_inputs(workload, 0, "cpu")
+    assert workload.form is not None
+    assert find_format(inputs.key_cache.dtype, inputs.k_scale) == workload.form
+    key, value = inputs.numbers(slice(None), torch.float32)
+    assert key.shape == value.shape == (*inputs.key_cache.shape[:3], 32)
+    # they are drawn from a normal distribution
+    assert 0.8 < float(key.std()) < 1.2
+    row = workload.form.page_bytes(1, workload.kv_heads, 32, 32, workload.dtype)
+    both = 2 * workload.tokens * workload.query_heads * 32 * 2
+    assert workload.bytes == sum(workload.kv_lens) * row + both
 
 
 def test_everyone_has_one_turn_after_the_other() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .....contract.cache_formats import FORMATS, ScaleAxes
+from .....contract.cache_formats import FORMATS
 from ...fp8 import decode_fp8, quantise
 from .fp8 import decode_fp8_k, decode_fp8_v, scale_fp8_queries, scale_fp8_values
 from .fp8_per_token_head import encode_fp8_rows
@@ -52,7 +52,7 @@ class TileScales(NamedTuple):
 @triton.constexpr_function
 def has_slot_scales(name: str) -> bool:
     """Return whether a format has a scale per token and head."""
-    return ScaleAxes.TOKEN_HEAD in FORMATS[name].scales
+    return FORMATS[name].has_token_scales
 
 
 @triton.constexpr_function

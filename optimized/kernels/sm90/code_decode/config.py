@@ -35,9 +35,9 @@ WARP_SIZE = gl.constexpr(32)
 
 
 @gluon.constexpr_function
-def is_measured(name):
+def has_slot_scales(name):
     """Return whether a format has a scale per token and head."""
-    return FORMATS[name].is_measured
+    return FORMATS[name].has_token_scales
 
 
 @gluon.constexpr_function

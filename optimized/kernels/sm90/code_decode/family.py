@@ -1,4 +1,4 @@
-"""Kernel family of decodes from FP8 caches on Hopper chips: supported calls, tiles, plans.
+"""Kernel family of decodes from caches of codes on Hopper chips: supported calls, tiles, plans.
 
 The kernel has the arguments and the workspace of the portable decode kernel.
 """
@@ -17,25 +17,33 @@ from ...portable.host.plans import PortableDecodePlan
 from ...portable.host.tuning import Tiles
 from ..common.chip import is_hopper
 from ..common.planes import other_options
-from .config import PAGE, is_measured
+from .config import PAGE
 from .kernel import code_decode_kernel
 
 HEAD_SIZES = (64, 128)
-"""Head sizes of keys, and of values. At 256, acc and Q alone would take 192 registers."""
+"""Head sizes of keys, and of values."""
 BLOCK_M = 16
-"""Rows of a tile: those of one mma instruction."""
+"""Rows of a tile, at most: columns of two mma instructions."""
 TILES = Tiles(BLOCK_M, 64, 2, 1)
-"""Tiles of all decodes, with two programs per SM.
+"""Tiles of all decodes. Those of requests of at most 8 rows have 8.
 
-H200, torch 2.11, triton 3.6, bfloat16 queries, e4m3, 32 query heads, 8 kv heads of 128, blocks of
-16, cold L2, medians of 20, interleaved with the portable kernel: 64 over 4,096 keys 161 us and 186,
-24 over 12,288 175 and 203, one over 131,072 beside 31 over 4,096 162 and 185, 256 of 128 to 8,192
-keys 356 and 386. Twice as many programs, of which two run at a time: 163, 191, 170 and 360.
+H200, torch 2.11, triton 3.6, bfloat16 queries, 32 query heads, 8 kv heads of 128, blocks of 16,
+cold L2, medians of 9 or 11, 2026-11-30. Decodes of 64 x 4,096 keys and of 256 x 1,500, in us. Each
+row was measured in one process, with the same numbers in bfloat16, which take 262 and 383:
 
-In another run, without the stream-K partition: tiles of 64 keys 194 us for 64 over 4,096, where
-tiles of 128 took 164; 8 warps with one program per SM 213. A ring of cp.async copies in shared
-memory, read once, took 201 to 208 with 2, 3, 5 and 6 stages.
+| keys, warps, programs per SM, registers | e4m3 | int8 per token | int4 per token |
+|---|---|---|---|
+| 128, 4, 2, 255 | 152, 246 | 161, 263 | 143, 256 |
+| 64, 2, 4, 255 | 144, 218 | 151, 232 | 141, 239 |
+| 32, 1, 8, 255 | 144, 207 | 151, 217 | 153, 230 |
+| 64, 2, 6, 168 | 150, 215 | 176, 263 | 177, 277 |
+
+One decode over 131,072 keys takes 86 us with two warps and 93 with one. More warps with fewer
+registers wait as long as before, and spill. Since keys of int4 are levels (codes.py), it takes 133
+and 230.
 """
+PROGRAMS, REGISTERS = 4, 255
+"""Programs that share an SM, and registers of their threads."""
 READ_OPTIONS = (
     "causal",
     "batch_invariant",
@@ -96,15 +104,15 @@ def takes_signature(
     )  # fmt: skip
     return (
         strides.k_element == strides.v_element == 1
-        and (4 if is_measured(config.CACHE_FORMAT) else 16) <= config.ALIGNMENT
+        and (4 if form.has_token_scales else 16) <= config.ALIGNMENT
         and min(steps) >= 0
     )
 
 
 class CodeDecodePlan(PortableDecodePlan):
-    """Decode launches of the FP8 kernel, on the grid and in the workspace of the portable one."""
+    """Decode launches of the kernel for codes, with the grid and workspace of the portable one."""
 
-    kernel = DecodeKernel(code_decode_kernel, TILES, 4, 255)
+    kernel = DecodeKernel(code_decode_kernel, TILES, PROGRAMS, REGISTERS)
 
     def takes(self, call: AttentionCall) -> bool:
         """Return whether the kernel takes what a signature leaves out.

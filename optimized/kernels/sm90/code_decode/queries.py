@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from ...fp8 import load_scale
 from ...portable.formats.fp8 import fit_float16
-from .config import has_levels, is_measured, rotation_layout, words_at_once
+from .config import has_levels, has_slot_scales, rotation_layout, words_at_once
 from .rotation import rotate
 
 
@@ -66,7 +66,7 @@ def load_q(
     total = ()
     if has_levels(config.CACHE_FORMAT):
         total = gl.sum(q.to(gl.float32), 1)
-    if not is_measured(config.CACHE_FORMAT):
+    if not has_slot_scales(config.CACHE_FORMAT):
         k_scale = call.option_tensors.k_scale
         scale *= load_scale(k_scale, call.scale_strides.k, kv_head, True)
     return for_all_warps(q.permute([1, 0]), operand, WARPS), total, scale

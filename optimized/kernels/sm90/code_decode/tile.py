@@ -21,7 +21,7 @@ from .config import (
     PAGE,
     codes_of_word,
     has_levels,
-    is_measured,
+    has_slot_scales,
     keys_layout,
     product_layout,
     rotation_layout,
@@ -120,7 +120,7 @@ def attend(
     m_all = gl.max(m_i, 0)  # [ROWS]
     weight = gl.exp2(m_i - finite(m_all)[None, :])  # [WARPS, ROWS]
     l_all = gl.sum(l_i * weight, 0)
-    if is_measured(config.CACHE_FORMAT):
+    if has_slot_scales(config.CACHE_FORMAT):
         weight *= n_i
     acc = order_columns(gl.sum(acc * weight[:, None, :], 0), config)  # [BLOCK_DV, ROWS]
     if codes_of_word(config.CACHE_FORMAT) == 8:
@@ -145,7 +145,7 @@ def attend(
         acc = acc * alpha[:, None]
         m_all = m_new
     result, lse = normalize(acc, l_all, m_all)
-    if not is_measured(config.CACHE_FORMAT):
+    if not has_slot_scales(config.CACHE_FORMAT):
         result = scale_fp8_values(result, call, kv_head)
     return result, lse, rows
 
@@ -218,7 +218,7 @@ def _attend_to_keys(call, tile, kv_head, begin, end, never, config: gl.constexpr
     BLOCK_N: gl.constexpr = config.BLOCK_N
     KEYS: gl.constexpr = BLOCK_N // WARPS
     FORMAT: gl.constexpr = config.CACHE_FORMAT
-    MEASURED: gl.constexpr = is_measured(FORMAT)
+    MEASURED: gl.constexpr = has_slot_scales(FORMAT)
     CODES: gl.constexpr = codes_of_word(FORMAT)
     K_SHAPE: gl.constexpr = words_shape(
         WARPS, KEYS // PAGE, config.BLOCK_D // CODES, True

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...fp8 import load_scale
-from ...portable.formats.cache_format import decode_codes, is_measured
+from ...portable.formats.cache_format import decode_codes, has_slot_scales
 from ...portable.options.visible_range import visible_range
 from ..common.entry import Number, Option, Pointer, make_kernel
 
@@ -102,7 +102,7 @@ def _convert(
     codes = tl.load(base + offset, mask=is_key[:, None] & is_element, other=0)
     numbers = decode_codes(codes, FORMAT, config.NATIVE_FP8)
     in_block = tl.arange(0, BLOCK)
-    if is_measured(config.CACHE_FORMAT):
+    if has_slot_scales(config.CACHE_FORMAT):
         places = scale + head.to(tl.int64) * scale_strides.head
         places += block * scale_strides.block + slot * scale_strides.slot
         of_slot = tl.load(places, mask=is_key, other=0.0)
@@ -133,7 +133,7 @@ def upcast_blocks(args, k_strides, v_strides, scale_strides, config: tl.constexp
     number = req * args.num_blocks + block
     if head == 0:
         tl.store(args.table_out + number, number)
-    if not is_measured(config.CACHE_FORMAT):
+    if not has_slot_scales(config.CACHE_FORMAT):
         for i in range(config.GROUP_SIZE if number == 0 else 0):
             query_head = head * config.GROUP_SIZE + i
             factor = load_scale(args.k_scale, scale_strides.k, head, True)
