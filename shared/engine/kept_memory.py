@@ -11,6 +11,7 @@ Torch chooses a pool by the thread or by the stream. A thread and a stream of th
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +42,9 @@ def make_kept(
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return make()
     user = torch.cuda.current_stream(device)
+    make_stream: Any = torch.cuda.Stream
     with _lock:
-        own = _own_streams.setdefault(user.device, torch.cuda.Stream(user.device))
+        own = _own_streams.setdefault(user.device, make_stream(user.device))
 
     def make_on_own_stream() -> tuple[Tensor, ...]:
         with torch.cuda.stream(own):

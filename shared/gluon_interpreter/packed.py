@@ -41,7 +41,7 @@ def _halves(word: torch.Tensor) -> list[torch.Tensor]:
 
 def _pack_halves(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Return the words of two numbers, each rounded to float16 once."""
-    bits = [
+    bits: list[torch.Tensor] = [
         half.to(torch.float16).view(torch.int16).to(torch.int64) & 0xFFFF
         for half in torch.broadcast_tensors(low, high)
     ]
