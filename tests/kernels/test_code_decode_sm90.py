@@ -1,19 +1,12 @@
-"""Decodes from caches with a scale per token and head by the kernel for Hopper, interpreted."""
+"""Caches with a scale per token and head on the kernels for Hopper, interpreted."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from kernel_faults import Fault, changed_kernels
-from pagetwin.conformance.cases.batches import BatchPlan
-from pagetwin.conformance.cases.options import paged_call
-from pagetwin.conformance.checks.coded_caches import APART, CODED, PAGES, coded_call
-from pagetwin.contract.cache_formats import CacheFormat
-from pagetwin.contract.operations import load_implementation
-from pagetwin.optimized.kernels.sm90.code_decode.family import CodeDecodePlan
-from support.hopper_fp8 import pretend_fp8_hopper
+from pagetwin.conformance.checks.coded_caches import APART, PAGES
+from support.hopper_codes import CASES, MEASURED, OF_EIGHT_BITS, check
 
 pytestmark = [
     pytest.mark.long,
@@ -22,100 +15,12 @@ pytestmark = [
     ),
 ]
 
-BF16, FP16 = torch.bfloat16, torch.float16
-MEASURED = [form for form in CODED if form.is_measured]
-ORDERS = (APART, *PAGES)
-RAGGED = (1, 4, 0, 2, 1), (50, 400, 40, 131, 300)
-PLANS = {
-    "ragged": BatchPlan(*RAGGED, head_size=64, group=4, dtype=BF16, padding=2),
-    "head size 128": BatchPlan(
-        (1, 2), (261, 70), head_size=128, group=4, dtype=BF16, block_size=48
-    ),
-    "float16, a group of 16": BatchPlan(
-        (1, 1), (17, 300), head_size=64, group=16, dtype=FP16, kv_heads=1
-    ),
-    "many segments": BatchPlan((1, 1), (901, 800), head_size=64, group=4, dtype=BF16),
-}
-OF_EIGHT_BITS = [form for form in MEASURED if form.codes_per_element == 1]
-PREFILLS: dict[str, tuple[BatchPlan, dict[str, Any]]] = {
-    "ragged": (
-        BatchPlan((1, 70, 4), (300, 336, 40), head_size=64, group=4, dtype=BF16),
-        {},
-    ),
-    "128 keys without a mask": (
-        BatchPlan((40, 1, 50), (140, 70, 300), head_size=128, group=4, dtype=BF16),
-        {},
-    ),
-    "head size 80": (
-        BatchPlan((70, 40), (170, 300), head_size=80, group=4, dtype=FP16),
-        {},
-    ),
-    "a window, float16": (
-        BatchPlan((5, 66), (200, 331), head_size=128, group=4, dtype=FP16),
-        {"sliding_window": 100},
-    ),
-    "a cap": (
-        BatchPlan((40, 1), (290, 70), head_size=128, group=4, dtype=BF16),
-        {"logits_soft_cap": 20.0},
-    ),
-}
 
-
-def run(
-    plan: BatchPlan,
-    form: CacheFormat,
-    order: str,
-    patch: pytest.MonkeyPatch,
-    is_prefill: bool = False,
-    **options: Any,
-) -> None:
-    needles = [(req, keys - 1) for req, keys in enumerate(plan.kv_lens)]
-    call = paged_call(replace(plan, seed=7), torch.device("cpu"), needles, **options)
-    call = coded_call(call, form, 7, order)
-    with pretend_fp8_hopper(patch) as launches:
-        # few decodes have a portable kernel
-        patch.setattr(CodeDecodePlan, "is_few", lambda *_: False)
-        out, lse = call.run(load_implementation("optimized"))
-    if is_prefill:
-        assert launches.made[-2:] == ["upcast_kernel", "prefill_kernel"]
-    else:
-        assert launches.made == ["code_decode_kernel"]
-    call.assert_right(out, lse, load_implementation("reference"))
-
-
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("form", MEASURED, ids=lambda form: form.name)
+@pytest.mark.parametrize("name", CASES)
 def test_every_row_is_within_its_error_budget(
-    form: CacheFormat, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(PLANS[name], form, APART, monkeypatch)
-
-
-@pytest.mark.parametrize("order", PAGES)
-@pytest.mark.parametrize("form", MEASURED, ids=lambda form: form.name)
-def test_rows_of_pages_begin_at_multiples_of_four_bytes(
-    form: CacheFormat, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("ragged", "head size 128"):
-        run(PLANS[name], form, order, monkeypatch)
-
-
-@pytest.mark.parametrize("form", MEASURED, ids=lambda form: form.name)
-def test_windows_caps_and_sinks(
-    form: CacheFormat, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"sliding_window": 90, "logits_soft_cap": 20.0}
-    run(PLANS["ragged"], form, APART, monkeypatch, **options)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("name", PREFILLS)
-@pytest.mark.parametrize("form", OF_EIGHT_BITS, ids=lambda form: form.name)
-def test_prefills_multiply_scores_by_the_scale_of_each_key(
-    form: CacheFormat, name: str, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, options = PREFILLS[name]
-    run(plan, form, order, monkeypatch, True, **options)
+    check(CASES[name], monkeypatch)
 
 
 DECODE = "sm90/code_decode"
@@ -182,21 +87,21 @@ FAULTS = {
         "sm90/common/score.py",
         "factors + kv_tile * BLOCK_N",
         "factors + kv_tile * 0",
-        "128 keys without a mask",
+        "prefill, 128 keys without a mask",
         "budget",
     ),
     "values of a prefill are not scaled": Fault(
         "sm90/code_prefill/kernel.py",
         "numbers = numbers * of_slot[:, None]",
         "numbers = numbers * 1.0",
-        "128 keys without a mask",
+        "prefill, 128 keys without a mask",
         "budget",
     ),
     "heads of a prefill share the factors of the first": Fault(
         "sm90/prefill/consumer.py",
         "first_key += kv_head.to(gl.int64) * output.factor_stride_head",
         "first_key += kv_head.to(gl.int64) * 0",
-        "128 keys without a mask",
+        "prefill, 128 keys without a mask",
         "budget",
     ),
 }
@@ -207,14 +112,13 @@ def test_a_fault_is_found_in_some_format(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fault = FAULTS[name]
-    is_prefill = fault.case in PREFILLS and fault.case not in PLANS
-    plan = PREFILLS[fault.case][0] if is_prefill else PLANS[fault.case]
+    forms = OF_EIGHT_BITS if "prefill" in fault.case else MEASURED
     order = PAGES[0] if "page" in name else APART
     found = []
     with changed_kernels(tmp_path, fault.old, fault.new, fault.file):
-        for form in OF_EIGHT_BITS if is_prefill else MEASURED:
+        for form in forms:
             try:
-                run(plan, form, order, monkeypatch, is_prefill)
+                check(CASES[f"{form.name}, {order}, {fault.case}"], monkeypatch)
             except AssertionError as error:
                 found.append(str(error))
     assert any(fault.report in text for text in found), found

@@ -6,7 +6,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from pagetwin.conformance.cases.batches import BatchPlan
-from support import hopper, hopper_checks, hopper_fp8, hopper_fp8_checks
+from support import (
+    hopper,
+    hopper_checks,
+    hopper_codes,
+    hopper_fp8,
+    hopper_fp8_checks,
+)
 from support.twins import TWINS
 
 
@@ -42,6 +48,11 @@ def _check(pretend: Any, check: Any, case: Any) -> None:
         check(case, TWINS["reference"])
 
 
+def _run_codes(case: hopper_codes.CodedCase) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hopper_codes.check(case, patch)
+
+
 CALLS = {
     name: Call(
         case.family,
@@ -57,6 +68,12 @@ CALLS = {
     )
     for name, case in hopper_fp8.CASES.items()
 }
+for _name, _coded in hopper_codes.CASES.items():
+    CALLS[f"codes, {_name}"] = Call(
+        "code_prefill" if _coded.is_prefill else "code_decode",
+        size_of(_coded.plan),
+        partial(_run_codes, _coded),
+    )
 for _words, _check_calls in hopper_fp8_checks.CHECKS.items():
     _is_prefill = "prefill" in _words or "converted alike" in _words
     if str(hopper_fp8.E5M2) not in _words:

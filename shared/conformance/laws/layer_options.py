@@ -369,7 +369,7 @@ def a_layer_applies_its_options_and_those_of_its_step(
 
 LARGE = 64.0
 """More than the sum of the other numbers of a head may be. It is exact in every dtype."""
-STORED = tuple(form for form in FORMATS.values() if form.is_measured)
+STORED = tuple(form for form in FORMATS.values() if form.has_token_scales)
 """Formats whose scales are stored with the codes."""
 OF_PAGES = (("cache", "as the query"), ("scales", "none"))
 SIZES = ("32", "80")
