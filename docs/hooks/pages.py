@@ -84,6 +84,15 @@ def on_page_content(html: str, page: Page, **kwargs: Any) -> str:
     return html + "".join(f'\n<script src="{up}{name}"></script>' for name in names)
 
 
+COUNTED = ' data-md-component="source"'
+"""What lets the theme ask the host of the repository for its stars."""
+
+
+def on_post_page(output: str, page: Page, **kwargs: Any) -> str:
+    """Leave the link to the repository as it is: pages load nothing from the network."""
+    return output.replace(COUNTED, "")
+
+
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     """Replace every macro call in a page. An unknown name ends the build.
 

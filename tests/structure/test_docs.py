@@ -261,3 +261,17 @@ def test_a_summary_of_a_gpu_run_is_folded_under_its_results(
         "    ",
         "    **3 passed**",
     ]
+
+
+def test_the_link_to_the_repository_asks_its_host_for_nothing() -> None:
+    """The theme's script asks GitHub for stars if the link is marked so."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        pages = importlib.import_module("pages")
+    finally:
+        sys.path.pop(0)
+    material = importlib.import_module("material")
+    partial = Path(str(material.__file__)).parent / "templates/partials/source.html"
+    text = partial.read_text(encoding="utf-8")
+    assert text.count(pages.COUNTED) == 1
+    assert "data-md-component" not in pages.on_post_page(text, None)

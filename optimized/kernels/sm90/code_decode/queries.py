@@ -10,13 +10,13 @@ from .rotation import rotate
 
 
 @gluon.jit
-def number_elements(index, D: gl.constexpr, config: gl.constexpr):
+def number_elements(index, config: gl.constexpr):
     """Return which element of a head is element `index` of the operands of K @ Q.
 
     Element 16 r + 8 u + 2 t + o is code 2 u + o of a word of lane t, or u + 2 o of levels. With VEC
     words that are loaded at once and r = e VEC + w, it is word e 4 VEC + t VEC + w of the head.
     """
-    VEC: gl.constexpr = words_at_once(min(4, D // 16), config.ALIGNMENT, True)
+    VEC: gl.constexpr = words_at_once(4, config.ALIGNMENT, True)
     upper, odd = index % 16 // 8, index % 2
     code = upper + odd * 2 if has_levels(config.CACHE_FORMAT) else upper * 2 + odd
     lane, step = index % 8 // 2, index // 16
@@ -60,7 +60,7 @@ def load_q(
     D: gl.constexpr = config.BLOCK_D
     of_tile: gl.constexpr = gl.SliceLayout(0, operand)
     index = gl.arange(0, D, gl.SliceLayout(1, of_tile))
-    q = load_rows(call, rows, number_elements(index, D, config))
+    q = load_rows(call, rows, number_elements(index, config))
     q, power = fit_float16(q.permute([1, 0]))
     scale = power * call.scale
     total = ()
@@ -118,7 +118,7 @@ def order_elements(rows, config: gl.constexpr):
     """
     ROWS: gl.constexpr = rows.shape[0]
     D: gl.constexpr = rows.shape[1]
-    VEC: gl.constexpr = words_at_once(min(4, D // 32), config.ALIGNMENT, True)
+    VEC: gl.constexpr = words_at_once(D // 32, config.ALIGNMENT, True)
     # words apart, lane, word, odd element, upper step, upper pair
     rows = rows.reshape([ROWS, D // (32 * VEC), 4, VEC, 2, 2, 2])
     return rows.permute([1, 3, 5, 6, 2, 4, 0]).reshape([D, ROWS])
