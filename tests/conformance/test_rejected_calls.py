@@ -66,7 +66,6 @@ ELSEWHERE = {
     "Ledger": OF_RECORDER,
     "PagedBatch": "tests/integrations/test_transformers_validation.py",
     "PagedLayer": "tests/integrations/test_transformers_validation.py",
-    "Pages": "part of the paged cache",
     "PlanCache": INTERNAL,
     "PortableDecodePlan": INTERNAL,
     "PrefixCache": "part of BlockManager, which validates its arguments",
