@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES
+from pagetwin.contract.cache_formats import TENSOR_SCALE_DTYPES, find_format
 from pagetwin.optimized.kernels.sm90.code_decode import family
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
@@ -82,7 +82,9 @@ def record(case: Case) -> tuple[Any, dict[str, Any], dict[str, int]]:
     options = {"sinks": torch.ones(32)} if "sinks" in case.options else {}
     scales: dict[str, Any] = {"k_scale": torch.ones(8), "v_scale": 0.5}
     if case.cache_dtype not in TENSOR_SCALE_DTYPES:
-        scales = compile_kernels.slot_scales(-(-case.key_len // 16))
+        blocks = -(-case.key_len // 16)
+        form = find_format(case.cache_dtype, torch.ones(blocks, 16, 8))
+        scales = compile_kernels.measured_scales(form, blocks)
     compile_kernels.run_attention(
         case.query_len,
         case.key_len,
