@@ -44,7 +44,9 @@ def make_kept(
     user = torch.cuda.current_stream(device)
     make_stream: Any = torch.cuda.Stream
     with _lock:
-        own = _own_streams.setdefault(user.device, make_stream(user.device))
+        if user.device not in _own_streams:
+            _own_streams[user.device] = make_stream(user.device)
+        own = _own_streams[user.device]
 
     def make_on_own_stream() -> tuple[Tensor, ...]:
         with torch.cuda.stream(own):

@@ -55,7 +55,7 @@ def load_q(
         operand: register layout of a right operand of K @ Q.
 
     Returns:
-        [WARPS, D, ROWS] float16; [ROWS] of elements, (); [ROWS].
+        [WARPS, D, ROWS] float16; [ROWS] sums if elements are levels, () otherwise; [ROWS].
     """
     D: gl.constexpr = config.BLOCK_D
     of_tile: gl.constexpr = gl.SliceLayout(0, operand)
