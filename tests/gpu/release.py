@@ -40,7 +40,7 @@ KERNEL_TESTS = (
 )
 SANITIZED = (
     "portable short append segments cascade prefix hopper unaligned packed token-tiles wide"
-    " invariant fp8 latent"
+    " invariant fp8 codes latent"
 )
 SHARED, OWN, ALL = "shares a GPU", "a GPU of its own", "all GPUs"
 

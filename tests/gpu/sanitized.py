@@ -19,9 +19,11 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 from pagetwin.contract.attention_options import pack_options
+from pagetwin.contract.cache_formats import FORMATS
 from pagetwin.optimized import kernels
 from pagetwin.optimized.attention import cascade as cascade_attention
 from pagetwin.optimized.attention import paged as paged_attention
+from pagetwin.optimized.cache.cache_ops import reshape_and_cache
 from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.cascade import family as prefix
 from pagetwin.optimized.kernels.sm90.code_decode import family as code_decode
@@ -49,6 +51,7 @@ class Batch(NamedTuple):
         shared_prefix: keys of a prefix that all requests share. If it is not 0, the operation is
             cascade attention.
         is_latent: whether the values are the first columns of the keys.
+        form: the cache format, with scales that its write measures. None: `stored` has numbers.
     """
 
     query_lens: Sequence[int]
@@ -62,6 +65,7 @@ class Batch(NamedTuple):
     stored: torch.dtype | None = None
     shared_prefix: int = 0
     is_latent: bool = False
+    form: str | None = None
 
 
 class Group(NamedTuple):
@@ -235,6 +239,27 @@ GROUPS = {
             "sm90.prefill.kernel.prefill_kernel",
         ),
     ),
+    "codes": Group(
+        tuple(
+            Batch(*lens, form=form, head_size=head_size, dtype=dtype)
+            for form in (
+                "int8_per_token_head",
+                "fp8_per_token_head",
+                "int4_per_token_head",
+            )
+            for lens, head_size, dtype in (
+                (RAGGED, 128, torch.bfloat16),
+                (([1, 4, 1], [5000, 700, 2]), 64, torch.float16),
+                (LONG, 128, torch.bfloat16),
+                (([130, 1], [260, 90]), 64, torch.float16),
+            )
+        ),
+        (
+            "sm90.code_decode.kernel.code_decode_kernel",
+            "sm90.code_prefill.kernel.upcast_kernel",
+            "sm90.prefill.kernel.prefill_kernel",
+        ),
+    ),
     "latent": Group(
         tuple(
             Batch(*lens, head_size=576, heads=heads, kv_heads=1, is_latent=True)
@@ -277,6 +302,11 @@ def run_batch(batch: Batch, device: str) -> Tensor:
     query = torch.randn(tokens, batch.heads, batch.head_size).to(device, batch.dtype)
     starts = torch.tensor([0, *batch.query_lens]).cumsum(0).int()
     lengths = torch.tensor(batch.seq_lens, dtype=torch.int32)
+    options = dict(batch.options)
+    if batch.form is not None:
+        key, value, options["k_scale"], options["v_scale"] = write_codes(
+            batch.form, key, value
+        )
     arguments: list[Any] = [query, key, value]
     arguments += [tensor.to(device) for tensor in (block_table, starts, lengths)]
     arguments += [max(batch.query_lens), max(batch.seq_lens)]
@@ -286,8 +316,21 @@ def run_batch(batch: Batch, device: str) -> Tensor:
         arguments.append(batch.shared_prefix)
     lse = torch.empty(batch.heads, tokens, device=device)
     for _ in range(2):
-        out: Tensor = attend(*arguments, lse=lse, **pack_options(**batch.options))
+        out: Tensor = attend(*arguments, lse=lse, **pack_options(**options))
     return out
+
+
+def write_codes(name: str, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Return a key cache, a value cache and their scales, with all slots written."""
+    form = FORMATS[name]
+    shape = (*key.shape[:3], key.shape[3] // form.codes_per_element)
+    written = [torch.zeros(shape, dtype=form.dtype, device=key.device) for _ in "kv"]
+    written += [torch.ones(key.shape[:3], device=key.device) for _ in "kv"]
+    slots = torch.arange(key.shape[0] * key.shape[1], device=key.device)
+    reshape_and_cache(
+        key.flatten(0, 1), value.flatten(0, 1), *written[:2], slots, *written[2:]
+    )
+    return tuple(written)
 
 
 def run_group(name: str, device: str = "cuda") -> list[str]:

@@ -275,6 +275,9 @@ CASES = {
     f"prefill, head size {size}": Case("prefill", plan_of(*RAGGED, size, needle="last"))
     for size in (64, 80, 96, 128, 192, 256)
 } | {
+    "prefill, scores of about the same size": Case(
+        "prefill", plan_of((200, 130), (200, 300), 128, group=4, kv_heads=2, scale=0.01)
+    ),
     "prefill, queries without keys": Case(
         "prefill",
         plan_of((70, 300), (100, 300), 128),
