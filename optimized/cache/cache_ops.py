@@ -6,7 +6,7 @@ and a wider dtype are they converted, and there both twins agree bitwise too.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -44,9 +44,12 @@ from ..kernels.gather_kv import (
 )
 from ..kernels.kv_cache import (
     ELEMENTS_PER_WRITE,
+    MAX_TOKENS_PER_WRITE,
     CacheHalf,
     NewTokens,
+    align_rows,
     as_bits,
+    choose_rows,
     choose_tile,
     choose_tokens,
     copy_blocks_kernel,
@@ -54,9 +57,18 @@ from ..kernels.kv_cache import (
     write_kv_kernel,
     write_measured_kv_kernel,
 )
-from ..runtime.launcher import check_launch, launch_kernel, must_widen
+from ..kernels.portable.formats.cache_format import is_rotated
+from ..kernels.rotated_write import (
+    ROWS_PER_PROGRAM,
+    takes_rows,
+    write_rotated_kv_kernel,
+)
+from ..runtime.launcher import INTERPRETED, check_launch, launch_kernel, must_widen
 from ..runtime.operators import operator
 from ..runtime.repeat.writes import WRITES, record_write, sign_write
+
+WARPS = 4
+"""Warps of a program that writes, unless its rows are rotated."""
 
 
 @typed
@@ -118,9 +130,13 @@ def reshape_and_cache(
         )
     else:
         lowered = _lower_write(*given, form.name)
-    kernel, tokens, grid, arguments = lowered
-    compiled = launch_kernel(kernel, grid, *arguments)
+    kernel, warps, tokens, grid, arguments = lowered
+    compiled = launch_kernel(kernel, grid, *arguments, num_warps=warps)
     record_write(signature, compiled, tokens, grid[1], arguments)
+
+
+Lowered: TypeAlias = tuple[Any, int, int, tuple[int, int], tuple[Any, ...]]
+"""A kernel, the warps and the tokens of a program, the grid, and the arguments in order."""
 
 
 def _lower_write(
@@ -132,8 +148,8 @@ def _lower_write(
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
     name: str,
-) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
-    """Return the kernel of a write, its tokens per program, its grid and arguments in order."""
+) -> Lowered:
+    """Return the launch of a write whose scales are given, or that copies."""
     num_slots = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
     value_head_size = value_cache.shape[3]
@@ -162,7 +178,7 @@ def _lower_write(
         tokens,
         tile,
     )
-    return write_kv_kernel, tokens, grid, arguments
+    return write_kv_kernel, WARPS, tokens, grid, arguments
 
 
 def _lower_measured_write(
@@ -176,32 +192,38 @@ def _lower_measured_write(
     k_global_scale: float | None,
     v_global_scale: float | None,
     name: str,
-) -> tuple[Any, int, tuple[int, int], tuple[Any, ...]]:
-    """Return what `_lower_write` returns, for a cache whose scales are measured."""
+) -> Lowered:
+    """Return the launch of a write whose scales are measured."""
     count = slot_mapping.shape[0]
     _, block_size, kv_heads, _ = key_cache.shape
-    head_size, value_head_size = head_size_of(key_cache), head_size_of(value_cache)
-    tiles = [triton.next_power_of_2(size) for size in (head_size, value_head_size)]
-    tokens = choose_tokens(min(max(tiles), ELEMENTS_PER_WRITE))
-    grid = (triton.cdiv(count, tokens), kv_heads)
-    key_cache, value_cache = as_bits(key_cache, value_cache)
-    arguments = (
+    sizes = head_size_of(key_cache), head_size_of(value_cache)
+    caches = as_bits(key_cache, value_cache)
+    alignments = [align_rows(cache) for cache in caches]
+    tensors = (
         NewTokens(key, *key.stride()),
         NewTokens(value, *value.stride()),
-        measured_half(key_cache, k_scale, k_global_scale),
-        measured_half(value_cache, v_scale, v_global_scale),
+        measured_half(caches[0], k_scale, k_global_scale),
+        measured_half(caches[1], v_scale, v_global_scale),
         slot_mapping,
         count,
+        kv_heads,
         slot_mapping.stride(0),
-        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, CACHE_FORMAT, TOKENS, BLOCK_D, BLOCK_DV
-        block_size,
-        head_size,
-        value_head_size,
-        name,
-        tokens,
-        *tiles,
     )
-    return write_measured_kv_kernel, tokens, grid, arguments
+    if is_rotated(name) and all(map(takes_rows, caches, sizes, alignments)):
+        tokens, heads = choose_rows(ROWS_PER_PROGRAM, kv_heads)
+        grid = (triton.cdiv(count, tokens), 2 * triton.cdiv(kv_heads, heads))
+        has_zero = name == "int4_per_token_head"
+        constants = (block_size, *sizes, has_zero, not INTERPRETED)
+        constants += (tokens, heads, *alignments)
+        return write_rotated_kv_kernel, 1, tokens, grid, (*tensors, *constants)
+    tiles = [triton.next_power_of_2(size) for size in sizes]
+    tokens, heads = choose_rows(ELEMENTS_PER_WRITE // max(tiles), kv_heads)
+    tokens = min(tokens, MAX_TOKENS_PER_WRITE)
+    grid = (triton.cdiv(count, tokens), triton.cdiv(kv_heads, heads))
+    is_native = has_fp8_encoding(key_cache.device)
+    tile = (tokens, heads, *tiles)
+    constants = (block_size, *sizes, name, is_native, *tile, *alignments)
+    return write_measured_kv_kernel, WARPS, tokens, grid, (*tensors, *constants)
 
 
 @operator(sizes={"tokens": "num_tokens"})
@@ -271,6 +293,8 @@ def gather_cache(
             TOKENS=TOKENS_PER_PROGRAM,
             BLOCK_D=triton.next_power_of_2(head_size),
             BLOCK_DV=triton.next_power_of_2(value_head_size),
+            K_ALIGNMENT=align_rows(key_bits),
+            V_ALIGNMENT=align_rows(value_bits),
         )
         return key.to(result_dtype), value.to(result_dtype)
     elements = kv_heads * max(head_size, value_head_size)

@@ -245,31 +245,39 @@ def quantise(
 def _quantise_plain(numbers, scale, E5M2: tl.constexpr):
     """Return what `quantise` returns, by the instruction. Scales are PLAIN_SCALES.
 
-    The instruction returns two codes. Where a program had two elements per thread, and computed
-    with their codes, the assemblers of triton 3.6 and 3.7 read the second code before it existed.
-    So four codes are made and moved at once, and the sign is added before.
+    The sign is added before the codes are made, see `encode_native`.
     """
     magnitude = divide(tl.abs(numbers), scale).to(tl.int32, bitcast=True)
     sign = numbers.to(tl.int32, bitcast=True) & -0x80000000
-    quotient = (magnitude | sign).to(tl.float32, bitcast=True)
+    return encode_native((magnitude | sign).to(tl.float32, bitcast=True), E5M2)
+
+
+@triton.jit
+def encode_native(numbers, E5M2: tl.constexpr):
+    """Return what `encode_fp8` returns but for the sign of NaN, by the instruction.
+
+    It returns two codes. Where a program had two elements per thread, and computed with their
+    codes, the assemblers of triton 3.6 and 3.7 read the second code before it existed. So four
+    codes are made and moved at once.
+    """
     if E5M2:
         codes = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;"
             " cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
             "=r,r,r,r,r",
-            [quotient],
+            [numbers],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
         )
         # of the NaNs of this dtype, the one of all ones
-        codes = tl.where(quotient == quotient, codes, 0x7F).to(tl.uint8)
+        codes = tl.where(numbers == numbers, codes, 0x7F).to(tl.uint8)
     else:
         codes = tl.inline_asm_elementwise(
             "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;"
             " cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }",
             "=r,r,r,r,r",
-            [quotient],
+            [numbers],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,

@@ -134,6 +134,8 @@ def gather_measured_kv_kernel(
     TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    K_ALIGNMENT: tl.constexpr,
+    V_ALIGNMENT: tl.constexpr,
 ):
     """Copy one head of a tile of tokens from a cache with a scale per slot and head, as numbers.
 
@@ -146,6 +148,7 @@ def gather_measured_kv_kernel(
             decoded by an instruction.
         TOKENS, BLOCK_D, BLOCK_DV: tokens of the tile, and elements of a key and of a value,
             rounded up to powers of two.
+        K_ALIGNMENT, V_ALIGNMENT: see `align_rows`.
     """
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1).to(tl.int64)
@@ -156,11 +159,11 @@ def gather_measured_kv_kernel(
     row = token.to(tl.int64) * kv_heads + head
     _gather_measured(
         key, key_cache, row, head, block_id, offset, is_token, token < num_tokens,
-        HEAD_SIZE, BLOCK_D, CACHE_FORMAT, NATIVE_FP8,
+        HEAD_SIZE, BLOCK_D, CACHE_FORMAT, NATIVE_FP8, K_ALIGNMENT,
     )  # fmt: skip
     _gather_measured(
         value, value_cache, row, head, block_id, offset, is_token, token < num_tokens,
-        VALUE_HEAD_SIZE, BLOCK_DV, CACHE_FORMAT, NATIVE_FP8,
+        VALUE_HEAD_SIZE, BLOCK_DV, CACHE_FORMAT, NATIVE_FP8, V_ALIGNMENT,
     )  # fmt: skip
 
 
@@ -168,7 +171,7 @@ def gather_measured_kv_kernel(
 def _gather_measured(
     result, cache, row, head, block_id, offset, is_token, is_row,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Copy the keys or the values of one head of some tokens.
 
@@ -180,7 +183,7 @@ def _gather_measured(
     """
     # step: copy the key and the value
     at, of_scale, is_code, has_scale = locate_rows(
-        cache, block_id, offset, head, is_token, SIZE, BLOCK, CACHE_FORMAT
+        cache, block_id, offset, head, is_token, SIZE, BLOCK, CACHE_FORMAT, ALIGNMENT
     )
     codes = tl.load(at, mask=is_code, other=0)
     scale = tl.load(of_scale, mask=has_scale, other=0)

@@ -124,6 +124,31 @@ def choose_tokens(tile: int) -> int:
     return min(MAX_TOKENS_PER_WRITE, ELEMENTS_PER_WRITE // tile)
 
 
+def choose_rows(rows: int, kv_heads: int) -> tuple[int, int]:
+    """Return the tokens and the heads of each that a program of so many rows writes.
+
+    Example:
+        16 rows: 2 tokens of 8 heads, 8 tokens of 2 heads, or 1 token of 16 of 40 heads.
+    """
+    heads = min(max(1, rows), triton.next_power_of_2(kv_heads))
+    return max(1, rows // heads), heads
+
+
+def align_rows(cache: Tensor) -> int:
+    """Return the power of two, at most 16, of which the address of each row is a multiple.
+
+    In pages that hold scales between rows of codes it may be 4 or 8. The compiler sees multiples of
+    16 by itself, and would store single bytes otherwise.
+
+    Args:
+        cache: [num_blocks, block_size, kv_heads, bytes] codes.
+    """
+    bits = cache.data_ptr() | 16
+    for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True):
+        bits |= stride if size > 1 else 0
+    return bits & -bits
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def write_kv_kernel(
     key,
@@ -190,68 +215,79 @@ def write_measured_kv_kernel(
     value_cache,
     slot_mapping,
     num_slots,
+    kv_heads,
     mapping_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     VALUE_HEAD_SIZE: tl.constexpr,
     CACHE_FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
     TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    K_ALIGNMENT: tl.constexpr,
+    V_ALIGNMENT: tl.constexpr,
 ):
-    """Write the keys and values of a tile of tokens and one head, with the scale of each.
+    """Write the keys and values of a tile of tokens and heads, with the scale of each.
 
-    Grid: (tiles of tokens, kv_heads).
+    Grid: (tiles of tokens, tiles of heads). Keys and values of tokens without a slot are read too,
+    so that no read waits for the slots.
 
     Args:
         key, value: NewTokens.
         key_cache, value_cache: MeasuredHalf.
         CACHE_FORMAT: name of the format of the cache.
-        TOKENS, BLOCK_D, BLOCK_DV: tokens of the tile, and elements of a key and of a value,
-            rounded up to powers of two.
+        NATIVE_FP8: whether FP8 numbers are encoded by an instruction.
+        TOKENS, HEADS, BLOCK_D, BLOCK_DV: tokens and heads of the tile, and elements of a key and of
+            a value, rounded up to powers of two.
+        K_ALIGNMENT, V_ALIGNMENT: see `align_rows`.
     """
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS).to(tl.int64)
-    head = tl.program_id(1).to(tl.int64)
-    is_token = token < num_slots
+    row = tl.arange(0, TOKENS * HEADS)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS
+    head = tl.program_id(1).to(tl.int64) * HEADS + row % HEADS
+    is_row = (token < num_slots) & (head < kv_heads)
     # step: skip tokens without a slot
-    own = slot_mapping + token * mapping_stride
-    slot = tl.load(own, mask=is_token, other=-1)
+    slot = tl.load(slot_mapping + token * mapping_stride, mask=is_row, other=-1)
     # step: find block and offset
     block_id = slot // BLOCK_SIZE
     offset = slot - block_id * BLOCK_SIZE
     _write_measured(
-        key, key_cache, token, head, block_id, offset, slot >= 0,
-        HEAD_SIZE, BLOCK_D, CACHE_FORMAT,
+        key, key_cache, token, head, block_id, offset, is_row, slot >= 0,
+        HEAD_SIZE, BLOCK_D, CACHE_FORMAT, NATIVE_FP8, K_ALIGNMENT,
     )  # fmt: skip
     _write_measured(
-        value, value_cache, token, head, block_id, offset, slot >= 0,
-        VALUE_HEAD_SIZE, BLOCK_DV, CACHE_FORMAT,
+        value, value_cache, token, head, block_id, offset, is_row, slot >= 0,
+        VALUE_HEAD_SIZE, BLOCK_DV, CACHE_FORMAT, NATIVE_FP8, V_ALIGNMENT,
     )  # fmt: skip
 
 
 @triton.jit
 def _write_measured(
-    new, cache, token, head, block_id, offset, stored,
+    new, cache, token, head, block_id, offset, is_row, stored,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the keys or the values of one head of some tokens.
+    """Write the keys or the values of some tokens and heads.
 
     Args:
-        token, block_id, offset, stored: [TOKENS] the tokens, their places, and which are stored.
+        token, head, block_id, offset: [ROWS] the tokens and heads, and their places.
+        is_row, stored: [ROWS] which exist, and which are stored.
     """
-    part = tl.arange(0, BLOCK).to(tl.int64)
-    written = stored[:, None] & (part < SIZE)[None, :]
-    offsets = (token * new.stride_token + head * new.stride_head)[:, None]
-    offsets += (part * new.stride_element)[None, :]
-    numbers = tl.load(new.tensor + offsets, mask=written, other=0).to(tl.float32)
+    part = tl.arange(0, BLOCK)
+    read = is_row[:, None] & (part < SIZE)[None, :]
+    rows = new.tensor + (token * new.stride_token + head * new.stride_head)
+    numbers = tl.load(
+        rows[:, None] + (part * new.stride_element)[None, :], mask=read, other=0
+    ).to(tl.float32)
     # step: encode the key and the value in the format of the cache
     dtype: tl.constexpr = new.tensor.dtype.element_ty
     codes, scale = encode_measured(
-        numbers, cache.global_scale, dtype, SIZE, BLOCK, CACHE_FORMAT
+        numbers, cache.global_scale, dtype, SIZE, BLOCK, CACHE_FORMAT, NATIVE_FP8
     )
     # step: store the key and the value
     to, of_scale, is_code, has_scale = locate_rows(
-        cache, block_id, offset, head, stored, SIZE, BLOCK, CACHE_FORMAT
+        cache, block_id, offset, head, stored, SIZE, BLOCK, CACHE_FORMAT, ALIGNMENT
     )
     tl.store(to, codes, mask=is_code)
     tl.store(of_scale, scale, mask=has_scale)
@@ -259,34 +295,36 @@ def _write_measured(
 
 @triton.jit
 def locate_rows(
-    cache, block_id, offset, head, is_token,
+    cache, block_id, offset, head, is_row,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the codes of one head of slots and to their scales.
+    """Return pointers to the codes of slots and heads and to their scales.
 
     Args:
         cache: MeasuredHalf.
-        block_id, offset, is_token: [TOKENS].
+        block_id, offset, head, is_row: [ROWS]; `head` may be one number.
+        ALIGNMENT: see `align_rows`.
 
     Returns:
-        [TOKENS, stored elements] and [TOKENS], or [TOKENS, parts] for block scales; and which codes
-        and which scales exist, of the same shapes.
+        [ROWS, stored elements] and [ROWS], or [ROWS, parts] for block scales; and which codes and
+        which scales exist, of the same shapes.
     """
     codes: tl.constexpr = 2 if is_packed(CACHE_FORMAT) else 1
-    part = tl.arange(0, BLOCK // codes).to(tl.int64)
-    to = block_id * cache.stride_block + offset * cache.stride_slot
-    to += head * cache.stride_head
+    part = tl.arange(0, BLOCK // codes)
+    row = block_id * cache.stride_block + offset * cache.stride_slot
+    row = tl.multiple_of(cache.tensor + (row + head * cache.stride_head), ALIGNMENT)
     of_scale = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
-    of_scale += head * cache.scale_stride_head
-    to = to[:, None] + (part * cache.stride_element)[None, :]
-    is_code = is_token[:, None] & (part < SIZE // codes)[None, :]
-    has_scale = is_token
+    of_scale = cache.scale + (of_scale + head * cache.scale_stride_head)
+    to = row[:, None] + (part * cache.stride_element)[None, :]
+    is_code = is_row[:, None] & (part < SIZE // codes)[None, :]
+    has_scale = is_row
     step: tl.constexpr = channels_per_scale(CACHE_FORMAT)
     if step:
-        block = tl.arange(0, BLOCK // step).to(tl.int64)
+        block = tl.arange(0, BLOCK // step)
         of_scale = of_scale[:, None] + (block * cache.scale_stride_part)[None, :]
-        has_scale = is_token[:, None] & (block < SIZE // step)[None, :]
-    return cache.tensor + to, cache.scale + of_scale, is_code, has_scale
+        has_scale = is_row[:, None] & (block < SIZE // step)[None, :]
+    return to, of_scale, is_code, has_scale
 
 
 @triton.jit

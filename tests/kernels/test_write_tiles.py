@@ -1,7 +1,14 @@
 """Cache writes: the tokens and the elements of a program."""
 
 import pytest
-from pagetwin.optimized.kernels.kv_cache import choose_tile, choose_tokens
+import torch
+from pagetwin.contract.cache_formats import FORMATS, split_page
+from pagetwin.optimized.kernels.kv_cache import (
+    align_rows,
+    choose_rows,
+    choose_tile,
+    choose_tokens,
+)
 
 # elements of a token, and microseconds by tokens per program (tests/gpu/sweep.py, 2026-11-24, on an
 # H200; in the order of their tokens: 1 to 29,462)
@@ -46,3 +53,33 @@ def test_a_program_writes_as_many_elements_of_every_cache() -> None:
         8,
         8,
     ]
+
+
+def test_a_program_with_measured_scales_has_all_heads_of_a_token_if_they_fit() -> None:
+    tiles = {8: (2, 8), 2: (8, 2), 40: (1, 16), 5: (2, 8), 1: (16, 1)}
+    assert {heads: choose_rows(16, heads) for heads in tiles} == tiles
+    # rows of more elements than a program writes
+    assert choose_rows(0, 3) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "alignments"),
+    [("int8_per_token_head", (8, 4)), ("int4_per_token_head", (8, 4))],
+)
+def test_rows_of_pages_are_stored_in_words(
+    name: str, alignments: tuple[int, int]
+) -> None:
+    """A scale of four bytes is after each row: single bytes were stored before."""
+    form = FORMATS[name]
+    size = 2 * form.elements(128) + 8
+    page = torch.zeros(3, 16, 2, size, dtype=torch.uint8)
+    page = page.flatten()[-page.data_ptr() % 16 :][: 2 * page[0].numel()]
+    key, value, *_ = split_page(page.view(2, 16, 2, size), 128, 128, form)
+    assert (align_rows(key), align_rows(value)) == alignments
+
+
+def test_an_axis_of_one_has_no_stride_that_counts() -> None:
+    codes = torch.zeros(16, dtype=torch.int32).view(torch.uint8)
+    assert codes.data_ptr() % 16 == 0
+    assert align_rows(codes.as_strided((1, 2, 1, 16), (1, 16, 1, 1))) == 16
+    assert align_rows(codes.as_strided((2, 2, 1, 16), (1, 16, 1, 1))) == 1

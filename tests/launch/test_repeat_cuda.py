@@ -11,6 +11,7 @@ import pagetwin.optimized as twin
 import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import FORMATS, split_page
 from pagetwin.optimized.dispatch import pipeline
 from pagetwin.optimized.runtime import launcher
 from torch import Tensor
@@ -109,6 +110,24 @@ def write(seed: int, dtype: torch.dtype = BF16, scale: Any = None) -> Call:
     return call
 
 
+def write_pages(seed: int, name: str) -> Call:
+    """A write of codes into pages that have scales between them, as vLLM's have."""
+    form, batch = FORMATS[name], Batch(seed)
+    key, value = (batch.numbers(100, KV_HEADS, 128) for _ in range(2))
+    size = 2 * form.elements(128) + 8
+    pages = torch.zeros(9, BLOCK_SIZE, KV_HEADS, size, dtype=torch.uint8, device="cuda")
+    slots = batch.table(1, 100)[0].long()
+
+    def call(tokens: int = 100) -> list[Tensor]:
+        pages.fill_(0)
+        *caches, k_scale, v_scale = split_page(pages, 128, 128, form)
+        new = key[:tokens], value[:tokens]
+        twin.reshape_and_cache(*new, *caches, slots[:tokens], k_scale, v_scale)
+        return [pages]
+
+    return call
+
+
 def write_latents(
     seed: int, dtype: torch.dtype = BF16, scale: float | None = None
 ) -> Call:
@@ -158,6 +177,10 @@ CASES: dict[str, Callable[[int], Call]] = {
     "write": write,
     "write, FP8": lambda seed: write(seed, FP8, 2.0),
     "write, FP8, scales in memory": lambda seed: write(seed, FP8, "tensor"),
+    **{
+        f"write, {name} in pages": partial(write_pages, name=name)
+        for name in ("int8_per_token_head", "int4_per_token_head")
+    },
     "write latents": write_latents,
     "write latents, FP8": lambda seed: write_latents(seed, FP8, 2.0),
 }

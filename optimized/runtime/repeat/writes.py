@@ -2,8 +2,9 @@
 
 The layers of a model write the same shapes in every step. Validation, sizes and the compiled kernel
 follow from what is equal, and from step to step only the number of tokens differs. So a signature
-leaves out addresses and tokens, and each write checks both: every address is a multiple of 16, for
-which the kernel is specialized, there are as many new tokens as slots or more, the current device
+leaves out addresses and tokens, and each write checks both: the addresses of new tokens and slots
+are multiples of 16, those of caches and scales have the recorded remainders, for which the kernel
+is specialized, there are as many new tokens as slots or more, the current device
 is the recorded one, and no profiler has hooks. A write that differs is validated and launched as
 before.
 
@@ -38,6 +39,7 @@ class RepeatedWrite:
         programs_per_token: programs that write the same tokens.
         new_sizes: for both tensors of new tokens, what the kernel takes after their address.
         cache_sizes: for each cache, what the kernel takes after its address and scale.
+        remainders: for each cache, those of its address and of its scale's by 16.
         rest: the kernel's arguments after the number of slots.
     """
 
@@ -46,6 +48,7 @@ class RepeatedWrite:
     programs_per_token: int
     new_sizes: tuple[tuple[Any, ...], ...]
     cache_sizes: tuple[tuple[Any, ...], ...]
+    remainders: tuple[tuple[int, int], ...]
     rest: tuple[Any, ...]
 
     def launch(
@@ -68,14 +71,16 @@ class RepeatedWrite:
         first, second, slots = one.data_ptr(), other.data_ptr(), slot_mapping.data_ptr()
         union = first | second | slots
         arguments = [(first, *self.new_sizes[0]), (second, *self.new_sizes[1])]
-        for tensor, scale, sizes in zip(caches, scales, self.cache_sizes, strict=True):
+        for tensor, scale, sizes, (remainder, of_scale_remainder) in zip(
+            caches, scales, self.cache_sizes, self.remainders, strict=True
+        ):
             address = tensor.data_ptr()
-            union |= address
+            union |= address - remainder
             if scale is None:
                 arguments.append((address, None, *sizes))
             elif isinstance(scale, Tensor):
                 of_scale = scale.data_ptr()
-                union |= of_scale
+                union |= of_scale - of_scale_remainder
                 arguments.append((address, of_scale, *sizes))
             else:
                 arguments.append((address, float(scale), *sizes))
@@ -160,10 +165,9 @@ def record_write(
     )
     tensors, slots, rest = arguments[:first], arguments[first], arguments[first + 2 :]
     new, caches = tensors[:2], tensors[2:]
-    pointers = [slots, *(tensor[0] for tensor in tensors)]
-    pointers += [cache.scale for cache in caches if isinstance(cache.scale, Tensor)]
+    aligned = [slots, *(tensor[0] for tensor in new)]
     direct = find_direct_launch(compiled, current_device())
-    if direct is None or any(pointer.data_ptr() & 15 for pointer in pointers):
+    if direct is None or any(pointer.data_ptr() & 15 for pointer in aligned):
         return
     made = RepeatedWrite(
         direct,
@@ -171,6 +175,12 @@ def record_write(
         programs_per_token,
         tuple(tuple(tensor[1:]) for tensor in new),
         tuple(tuple(cache[2:]) for cache in caches),
+        tuple((_remainder(cache[0]), _remainder(cache.scale)) for cache in caches),
         tuple(rest),
     )
     WRITES.put(signature, made)
+
+
+def _remainder(pointer: Any) -> int:
+    """Return the remainder of a tensor's address by 16; 0 of a number, which is no address."""
+    return pointer.data_ptr() & 15 if isinstance(pointer, Tensor) else 0

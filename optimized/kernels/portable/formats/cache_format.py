@@ -89,7 +89,7 @@ def encode_given(
 @triton.jit
 def encode_measured(
     numbers, global_scale, dtype, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    CACHE_FORMAT: tl.constexpr,
+    CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Return the codes of rows of float32 numbers, and the scale or the block scales of each row.
 
@@ -98,6 +98,7 @@ def encode_measured(
         global_scale: of block scales.
         dtype: of the numbers before they were float32.
         SIZE: elements of a row.
+        NATIVE_FP8: whether FP8 numbers are encoded by an instruction.
     """
     if CACHE_FORMAT == "int8_per_token_head":
         codes, scale = encode_int8(numbers)
@@ -110,7 +111,7 @@ def encode_measured(
         codes, scale = encode_int4(numbers, dtype, SIZE, BLOCK, has_zero)
     else:
         tl.static_assert(CACHE_FORMAT == "fp8_per_token_head")
-        codes, scale = encode_fp8_rows(numbers)
+        codes, scale = encode_fp8_rows(numbers, NATIVE_FP8)
     return codes, scale
 
 

@@ -35,13 +35,13 @@ def rotate(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
         rows: [ROWS, BLOCK] float32, 0 past the end of a row.
         SIZE: elements of a row.
     """
-    return transform(rows * signs(SIZE, BLOCK)[None, :], SIZE, BLOCK)
+    return transform(rows * row_signs(SIZE, BLOCK)[None, :], SIZE, BLOCK)
 
 
 @triton.jit
 def rotate_back(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the rows that `rotate` turned into these, times the channels of a rotation."""
-    return transform(rows, SIZE, BLOCK) * signs(SIZE, BLOCK)[None, :]
+    return transform(rows, SIZE, BLOCK) * row_signs(SIZE, BLOCK)[None, :]
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def transform(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def signs(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def row_signs(SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the sign of each channel, the same in every rotation: [BLOCK] float32."""
     channel = tl.arange(0, BLOCK) % count_channels(SIZE)
     word = tl.zeros([BLOCK], tl.int32)
@@ -67,6 +67,16 @@ def signs(SIZE: tl.constexpr, BLOCK: tl.constexpr):
         if number * 32 < BLOCK:
             word = tl.where(channel // 32 == number, SIGNS[number], word)
     return ((word >> (channel % 32)) & 1) * 2.0 - 1.0
+
+
+@triton.jit
+def group_signs(FIRST: tl.constexpr, CHANNELS: tl.constexpr):
+    """Return the signs of CHANNELS channels of a rotation from FIRST on: [CHANNELS] float32.
+
+    Both are multiples of CHANNELS, a power of two up to 32.
+    """
+    bit = tl.arange(0, CHANNELS) + FIRST % 32
+    return ((SIGNS[FIRST // 32] >> bit) & 1) * 2.0 - 1.0
 
 
 @triton.jit
@@ -84,12 +94,29 @@ def encode_int4(
     Returns:
         [ROWS, BLOCK / 2] uint8, [ROWS] float32.
     """
-    rows = round_to(rotate(numbers, SIZE, BLOCK), dtype)
+    rows = round_to(rotate(numbers, SIZE, BLOCK), dtype, False)
     is_number = (rows == rows) & (tl.arange(0, BLOCK) < SIZE)[None, :]
-    infinity = float("inf")
-    smallest = tl.min(tl.where(is_number, rows, infinity), 1)
-    largest = tl.max(tl.where(is_number, rows, -infinity), 1)
-    has_numbers = tl.max(is_number.to(tl.int32), 1) > 0
+    smallest = tl.min(tl.where(is_number, rows, float("inf")), 1)
+    largest = tl.max(tl.where(is_number, rows, -float("inf")), 1)
+    inverse, zero_point, scale = measure_levels(smallest, largest, HAS_ZERO)
+    levels = to_level(rows * inverse[:, None], zero_point[:, None], False)
+    pairs = tl.reshape(levels, [numbers.shape[0], BLOCK // 2, 2])
+    low, high = tl.split(pairs)
+    return (low | (high << 4)).to(tl.uint8), scale
+
+
+@triton.jit
+def measure_levels(smallest, largest, HAS_ZERO: tl.constexpr):
+    """Return the levels of rows: inverse of the step, zero point, and the scale that is stored.
+
+    Args:
+        smallest, largest: [ROWS] float32; infinity and -infinity in a row without numbers.
+        HAS_ZERO: as in `encode_int4`.
+
+    Returns:
+        Each [ROWS] float32. The zero point is in the last four bits of the scale, too.
+    """
+    has_numbers = smallest <= largest
     smallest = tl.where(has_numbers, smallest, 0.0)
     largest = tl.where(has_numbers, largest, 0.0)
     if HAS_ZERO:
@@ -97,41 +124,53 @@ def encode_int4(
     # infinity less infinity is NaN
     step = tl.div_rn(largest - smallest, 15.0)
     scale = tl.where(step > SMALLEST_SCALE, step, SMALLEST_SCALE)
-    zero_point = to_level(tl.div_rn(-smallest, scale), 0.0)
-    quotients = rows * tl.div_rn(1.0, scale)[:, None]
-    levels = to_level(quotients, zero_point[:, None]).to(tl.int32)
-    pairs = tl.reshape(levels, [numbers.shape[0], BLOCK // 2, 2])
-    low, high = tl.split(pairs)
-    bits = scale.to(tl.int32, bitcast=True) & -16
-    bits = bits | zero_point.to(tl.int32)
-    return (low | (high << 4)).to(tl.uint8), bits.to(tl.float32, bitcast=True)
+    zero_point = to_level(tl.div_rn(-smallest, scale), tl.zeros_like(scale), False)
+    bits = (scale.to(tl.int32, bitcast=True) & -16) | zero_point
+    scale_and_zero = bits.to(tl.float32, bitcast=True)
+    return tl.div_rn(1.0, scale), zero_point.to(tl.float32), scale_and_zero
 
 
 @triton.jit
-def round_to(numbers, dtype):
+def round_to(numbers, dtype, NATIVE: tl.constexpr):
     """Return float32 numbers rounded to a dtype, half to even, as float32.
 
-    Rounding to bfloat16 is written in bits: the interpreter truncates.
+    Args:
+        NATIVE: whether an instruction rounds to bfloat16. The interpreter truncates.
     """
-    if dtype == tl.bfloat16:
+    if dtype != tl.bfloat16:
+        numbers = numbers.to(dtype).to(tl.float32)
+    elif NATIVE:
+        # a single number is converted at a fourth of the rate
+        numbers = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16;"
+            " and.b32 $1, pair, 0xFFFF0000; }",
+            "=r,=r,f,f",
+            [numbers],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
         bits = numbers.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         rounded = rounded.to(tl.float32, bitcast=True)
         numbers = tl.where(numbers == numbers, rounded, numbers)
-    else:
-        numbers = numbers.to(dtype).to(tl.float32)
     return numbers
 
 
 @triton.jit
-def to_level(quotients, zero_point):
-    """Return the nearest levels from 0 to 15, half away from zero; that of NaN is 0.
+def to_level(quotients, zero_point, NATIVE: tl.constexpr):
+    """Return the nearest levels from 0 to 15 as int32, half away from zero; that of NaN is 0.
 
-    A minimum and a maximum before the sum: a fused multiply-add would round once.
+    A maximum before the sum: a fused multiply-add would round once.
+
+    Args:
+        NATIVE: whether a maximum leaves NaN out, as on a GPU.
     """
-    bounded = tl.minimum(tl.maximum(quotients, -16.0), 16.0)
-    bounded = tl.where(quotients == quotients, bounded, -16.0)
-    return tl.minimum(tl.maximum(tl.floor(bounded + zero_point + 0.5), 0.0), 15.0)
+    if not NATIVE:
+        quotients = tl.where(quotients == quotients, quotients, -16.0)
+    moved = tl.maximum(quotients, -zero_point) + zero_point + 0.5
+    return tl.minimum(moved, 15.5).to(tl.int32)
 
 
 @triton.jit
