@@ -109,9 +109,11 @@ WIDE_ROWS = [
         seed,
     )
     for seed in range(len(CODED))
-    for kv_heads, size, value_size in ((8, 128, 128), (3, 80, 40), (1, 512, 16))
-]
-"""Rows of sizes that models have, in each format."""
+    for kv_heads, size, value_size in (
+        (8, 128, 128), (3, 80, 40), (1, 512, 16), (40, 128, 64)
+    )
+]  # fmt: skip
+"""Rows of sizes that models have, in each format, and more heads than a kernel's tile has."""
 NO_ROWS = [
     CodedWrite(
         CacheWrite(
