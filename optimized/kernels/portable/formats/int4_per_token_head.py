@@ -35,13 +35,13 @@ def rotate(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
         rows: [ROWS, BLOCK] float32, 0 past the end of a row.
         SIZE: elements of a row.
     """
-    return transform(rows * row_signs(SIZE, BLOCK)[None, :], SIZE, BLOCK)
+    return transform(rows * signs(SIZE, BLOCK)[None, :], SIZE, BLOCK)
 
 
 @triton.jit
 def rotate_back(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the rows that `rotate` turned into these, times the channels of a rotation."""
-    return transform(rows, SIZE, BLOCK) * row_signs(SIZE, BLOCK)[None, :]
+    return transform(rows, SIZE, BLOCK) * signs(SIZE, BLOCK)[None, :]
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def transform(rows, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_signs(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def signs(SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return the sign of each channel, the same in every rotation: [BLOCK] float32."""
     channel = tl.arange(0, BLOCK) % count_channels(SIZE)
     word = tl.zeros([BLOCK], tl.int32)
