@@ -254,7 +254,7 @@ def without_native_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls with tensors on the host be planned beside a GPU: the host is not a chip."""
     for name in (
         "kernels.portable.host.make_launches",
-        "kernels.sm90.code_prefill.family",
+        "kernels.sm90.code_prefill.launcher",
     ):
         module = import_module(f"pagetwin.optimized.{name}")
         monkeypatch.setattr(module, "has_native_fp8", lambda device: False)

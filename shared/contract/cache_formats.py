@@ -42,6 +42,7 @@ class CacheFormat:
         codes_per_element: Codes in a stored element: 2 if a byte holds two of four bits.
         channels_per_scale: Channels of a key or value with the same scale, if it has several. A
             global scale, which is given, multiplies them. If 0, it has one scale at most.
+        is_rotated: Whether keys and values are rotated before they are codes.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
 
@@ -64,6 +65,7 @@ class CacheFormat:
     dtype: torch.dtype | None = None
     codes_per_element: int = 1
     channels_per_scale: int = 0
+    is_rotated: bool = False
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
 
@@ -71,6 +73,17 @@ class CacheFormat:
     def is_quantised(self) -> bool:
         """Whether elements are codes, which are multiplied by a scale."""
         return bool(self.scales)
+
+    @property
+    def scales_whole_rows(self) -> bool:
+        """Whether elements are codes, and one scale multiplies all of a key or value."""
+        return self.is_quantised and not self.channels_per_scale
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether codes are integers, and one scale multiplies all of a key or value."""
+        is_integer = self.dtype is not None and not self.dtype.is_floating_point
+        return is_integer and self.scales_whole_rows
 
     @property
     def is_measured(self) -> bool:
@@ -168,6 +181,7 @@ FORMATS = {
             file="int4_per_token_head",
             dtype=torch.uint8,
             codes_per_element=2,
+            is_rotated=True,
             scales=(ScaleAxes.TOKEN_HEAD,),
         ),
         CacheFormat(
@@ -175,6 +189,7 @@ FORMATS = {
             file="int4_per_token_head_vllm",
             dtype=torch.uint8,
             codes_per_element=2,
+            is_rotated=True,
             scales=(ScaleAxes.TOKEN_HEAD,),
         ),
         CacheFormat(

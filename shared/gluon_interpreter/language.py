@@ -221,6 +221,7 @@ TL = Module(
     **vars(GL),
     cumsum=operations.cumsum,
     debug_barrier=barrier,
+    dot=operations.dot,
 )
 """In place of `triton.language`, for functions that kernels in Gluon share with those in Triton."""
 MBARRIER = Module(

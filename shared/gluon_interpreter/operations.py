@@ -187,17 +187,18 @@ def multiple_of(value: Value, numbers: Any) -> Value:
     """Return the value, after a check of what the kernel promises about it.
 
     Args:
-        numbers: per dimension. Of addresses one and rows of 16 bytes are checked, of integers all.
+        numbers: per dimension. Of addresses one, and the first of each row, are checked; of
+            integers all.
     """
     if isinstance(value, Pointer) and isinstance(value.data, int):
         place = value.memory.flat.data_ptr() + value.data * value.memory.flat.itemsize
         if place % _largest(numbers):
             raise InterpreterError("an address is not the multiple that was promised")
         return value
-    if isinstance(value, Pointer) and numbers in ([1, 16], [16], [1, 1, 16]):
-        address = value.memory.flat.data_ptr() // value.memory.flat.element_size()
-        first = value.data[..., 0] + address
-        if bool((first * value.memory.flat.element_size() % 16).any()):
+    if isinstance(value, Pointer) and isinstance(numbers, list):
+        flat = value.memory.flat
+        first = value.data[..., 0] * flat.itemsize + flat.data_ptr()
+        if bool((first % numbers[-1]).any()):
             raise InterpreterError("addresses are not the multiples that were promised")
     elif is_integer(value.dtype) and bool((value.tensor % _largest(numbers)).any()):
         raise InterpreterError("numbers are not the multiples that were promised")
@@ -257,6 +258,13 @@ def fma(left: Any, right: Any, addend: Any) -> Value:
     wide = (lift(term, gl.float32).tensor.double() for term in (left, right, addend))
     left, right, addend = wide
     return of_tensor((left * right + addend).float())
+
+
+def dot(left: Value, right: Value, acc: Value | None = None) -> Value:
+    """Return the product of two tiles, added to an accumulator if one is given."""
+    if acc is None:
+        acc = zeros([*left.shape[:-1], right.shape[-1]], gl.float32)
+    return mma_v2(left, right, acc)
 
 
 def mma_v2(left: Value, right: Value, acc: Value) -> Value:

@@ -86,8 +86,8 @@ FAULTS = {
     ),
     "keys before the window are converted from any block": Fault(
         "sm90/code_prefill/kernel.py",
-        "codes = tl.load(base + offset, mask=is_key[:, None] & is_element, other=0)",
-        "codes = tl.load(base + offset)",
+        "codes = tl.load(elements, mask=is_key[:, None] & is_element, other=0)",
+        "codes = tl.load(elements)",
         "prefill, blocks of 48, window",
         WRONG,
     ),

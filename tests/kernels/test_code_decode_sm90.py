@@ -97,6 +97,27 @@ FAULTS = {
         "prefill, 128 keys without a mask",
         "budget",
     ),
+    "neighbours of a prefill are not subtracted": Fault(
+        "sm90/code_prefill/rotation.py",
+        "(low - high)",
+        "(low + high)",
+        "prefill without a log-sum-exp, 128 keys without a mask",
+        "budget",
+    ),
+    "levels of a prefill have half of their zero point": Fault(
+        "sm90/code_prefill/rotation.py",
+        "2.0 * zero_point",
+        "zero_point",
+        "prefill without a log-sum-exp, 128 keys without a mask",
+        "budget",
+    ),
+    "elements of other rotations of a prefill are added": Fault(
+        "sm90/code_prefill/rotation.py",
+        "if CHANNELS < SIZE:",
+        "if CHANNELS < 0:",
+        "prefill without a log-sum-exp, head size 80",
+        "budget",
+    ),
     "heads of a prefill share the factors of the first": Fault(
         "sm90/prefill/consumer.py",
         "first_key += kv_head.to(gl.int64) * output.factor_stride_head",
@@ -112,7 +133,8 @@ def test_a_fault_is_found_in_some_format(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fault = FAULTS[name]
-    forms = OF_EIGHT_BITS if "prefill" in fault.case else MEASURED
+    is_converted = fault.case.startswith("prefill, ")
+    forms = OF_EIGHT_BITS if is_converted else MEASURED
     order = PAGES[0] if "page" in name else APART
     found = []
     with changed_kernels(tmp_path, fault.old, fault.new, fault.file):

@@ -74,6 +74,7 @@ class CodedCase(NamedTuple):
         order: of codes and scales in memory, one of ORDERS.
         options: of the call.
         is_prefill: whether the prefill kernel computes the long requests.
+        has_lse: whether the log-sum-exp is wanted.
     """
 
     plan: BatchPlan
@@ -81,6 +82,7 @@ class CodedCase(NamedTuple):
     order: str = APART
     options: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     is_prefill: bool = False
+    has_lse: bool = True
 
 
 CASES = {
@@ -91,8 +93,16 @@ CASES = {
 } | {
     f"{form.name}, {order}, prefill, {name}": CodedCase(plan, form, order, options, True)
     for name, (plan, options) in PREFILLS.items()
-    for form in OF_EIGHT_BITS
+    for form in MEASURED
     for order in ORDERS
+    if form in OF_EIGHT_BITS or plan.dtype == FP16
+} | {
+    f"{form.name}, {order}, prefill without a log-sum-exp, {name}": CodedCase(
+        plan, form, order, options, True, False
+    )
+    for name, (plan, options) in PREFILLS.items()
+    for form in MEASURED
+    for order in (ORDERS if form not in OF_EIGHT_BITS else ORDERS[:1])
 }  # fmt: skip
 
 
@@ -106,6 +116,7 @@ def check(case: CodedCase, patch: pytest.MonkeyPatch) -> None:
     plan = replace(case.plan, seed=7)
     call = paged_call(plan, torch.device("cpu"), needles, **case.options)
     call = coded_call(call, case.form, plan.seed, case.order)
+    call = replace(call, wants_lse=case.has_lse)
     with pretend_fp8_hopper(patch) as launches:
         # few decodes have a portable kernel
         patch.setattr(CodeDecodePlan, "is_few", lambda *_: False)

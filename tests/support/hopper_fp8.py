@@ -20,6 +20,7 @@ from pagetwin.optimized.kernels.portable.host import make_launches as prepare
 from pagetwin.optimized.kernels.sm90.code_decode import family as code_decode
 from pagetwin.optimized.kernels.sm90.code_decode.family import BLOCK_M
 from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
+from pagetwin.optimized.kernels.sm90.code_prefill import launcher
 from pagetwin.optimized.runtime.family import EVERYTHING
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def pretend_fp8_hopper(
     # Triton's interpreter needs offsets of 64 bits and an output in float32, this one does not
     patch.setattr(prepare, "INTERPRETED", False)
     patch.setattr(prepare, "must_widen", lambda dtype: False)
-    patch.setattr(code_prefill, "has_native_fp8", lambda device: True)
+    patch.setattr(launcher, "has_native_fp8", lambda device: True)
     patch.setattr(launches, "REQS_PER_PASS", REQS_PER_PASS)
     patch.setattr(launches, "MIN_SEGMENT", MIN_SEGMENT)
     with pretend_hopper(patch, seed, **options) as interpreted:

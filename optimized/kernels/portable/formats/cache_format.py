@@ -70,7 +70,7 @@ def is_packed(name: str) -> bool:
 @triton.constexpr_function
 def is_rotated(name: str) -> bool:
     """Return whether keys and values of a format are rotated before they are codes."""
-    return FORMATS[name].file.startswith("int4")
+    return FORMATS[name].is_rotated
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def has_two_parts(name: str, dtype: Any) -> bool:
         name: of the format.
         dtype: of the parts.
     """
-    return FORMATS[name].file.startswith("int4") and dtype != tl.float32
+    return FORMATS[name].is_rotated and dtype != tl.float32
 
 
 @triton.jit

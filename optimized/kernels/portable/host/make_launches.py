@@ -171,7 +171,7 @@ def _make_config(
         OUT_FORMAT=find_format(out.dtype).name,
         NATIVE_FP8=has_fp8_codes and has_native_fp8(query.device),
         PIN_FP8_V=False,
-        ALIGNMENT=_find_alignment(key, value),
+        ALIGNMENT=find_alignment(key, value),
         BLOCK_M=0,
         BLOCK_N=0,
         MASK_ALL_TILES=False,
@@ -187,7 +187,7 @@ def _make_config(
     )
 
 
-def _find_alignment(*caches: Tensor) -> int:
+def find_alignment(*caches: Tensor) -> int:
     """Return the largest of 16, 8, 4 and 1 bytes that divides the distances of all rows."""
     steps = [
         stride * cache.itemsize for cache in caches for stride in cache.stride()[:-1]

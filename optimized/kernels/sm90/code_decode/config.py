@@ -49,7 +49,7 @@ def codes_of_word(name):
 @gluon.constexpr_function
 def has_levels(name):
     """Return whether codes are integers, whose keys are multiplied as levels from 0 on."""
-    return name in ("int8_per_token_head", "int4_per_token_head")
+    return FORMATS[name].has_levels
 
 
 @gluon.constexpr_function

@@ -86,7 +86,7 @@ def takes_signature(
         short_rows: rows of a short request, at most; 0 without a decode launch.
     """
     form = FORMATS[config.CACHE_FORMAT]
-    if not form.is_quantised or form.channels_per_scale:
+    if not form.scales_whole_rows:
         return False
     if query.dtype not in (torch.bfloat16, torch.float16):
         return False

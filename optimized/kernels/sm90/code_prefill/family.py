@@ -1,4 +1,4 @@
-"""Kernel family of prefills from caches of codes of eight bits on Hopper chips.
+"""Kernel family of prefills from caches of codes on Hopper chips.
 
 A launch converts the keys and values of the long requests to the dtype of the queries, in a
 workspace, and then launches the prefill kernel on them. On an H200 (torch 2.11, triton 3.6, e4m3,
@@ -7,14 +7,15 @@ bfloat16 cache 2,990, and with the portable kernel 6,365. 2,048 tokens on 32,768
 1,467 and 3,270. The outputs are those of the bfloat16 cache, bit for bit.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .....contract.cache_formats import PLAIN, find_format
+from .....contract.cache_formats import find_format, head_size_of
 from ....runtime.attention_call import AttentionCall
 from ....runtime.cost_constants import DECODE_BYTES_PER_US, LAUNCH_US
 from ....runtime.cost_layer import BatchBounds, Layer
@@ -26,19 +27,16 @@ from ....runtime.family import (
     Task,
     Warm,
 )
-from ....runtime.launcher import Launcher, next_power_of_2
-from ....runtime.workspace import find_workspace
-from ...fp8 import has_native_fp8, scale_arguments, scale_strides
-from ...portable.arguments import Config
-from ...portable.host.make_launcher import as_bits
-from ...portable.options.score import ScoreConstants
-from ...portable.options.visible_range import lower_masks
+from ....runtime.launcher import Launcher
+from ...fp8 import scale_arguments
+from ...portable.formats.int4_per_token_head import count_channels
 from ..common.chip import is_hopper
 from ..common.entry import launch_by_pointers
 from ..common.planes import find_planes, unsupported
 from ..prefill import family as sm90
 from ..prefill.plan import PrefillPlan
-from .kernel import BLOCK, CacheStrides, UpcastArguments, upcast_kernel
+from .kernel import BLOCK, UpcastArguments
+from .launcher import find_row_alignment, make_launcher, split_workspace
 
 MAX_BYTES = 1 << 29
 """Bytes of converted keys and values, at most. The bound counts every request with the longest
@@ -46,8 +44,6 @@ one's keys. A call that may need more is left to the portable kernel."""
 FEW_KEYS = 4096
 """Keys of a request for which a warm-up launches the kernels too. With more, a call may exceed
 MAX_BYTES."""
-ALIGNMENT = 32
-"""Float32 numbers, 128 bytes, at a multiple of which each part of the workspace begins."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -65,7 +61,13 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
         raise unsupported("Hopper prefill kernel for caches of codes")
     form = find_format(call.key.dtype, call.options.k_scale)
     prefill = sm90.plan(_in_16_bits(call))
-    return CodePrefillPlan(prefill, _make_launcher(call, form.name), form.is_measured)
+    alignment = find_row_alignment(call.key, call.value)
+    upcast = make_launcher(call, form.name, alignment)
+    code_bytes = 1 / form.codes_per_element
+    has_factors = form.has_token_scales and not _rounds_keys(call)
+    return CodePrefillPlan(
+        prefill, upcast, form.has_token_scales, has_factors, code_bytes, alignment
+    )
 
 
 @dataclass
@@ -76,11 +78,18 @@ class CodePrefillPlan:
         prefill: the plan of the prefill kernel for the converted cache.
         upcast: the launcher of the conversion.
         is_measured: whether each key and value has a scale of its own.
+        has_factors: whether the scales of keys multiply their scores. If not, and they have scales
+            of their own, they multiply the keys.
+        code_bytes: bytes of a code.
+        alignment: bytes at a multiple of which the caches must begin.
     """
 
     prefill: PrefillPlan
     upcast: Launcher
     is_measured: bool
+    has_factors: bool
+    code_bytes: float
+    alignment: int
     is_repeatable: ClassVar[bool] = True
 
     @property
@@ -91,9 +100,10 @@ class CodePrefillPlan:
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return the time of the conversion and of the prefill."""
         time = self.prefill.estimate(layer, batch).time
-        # one byte per number is read, and two are written
+        # a code per number is read, and two bytes are written
         numbers = batch.num_long * layer.kv_heads * batch.max_key_len * layer.numbers
-        converted = 3 * numbers / (DECODE_BYTES_PER_US * layer.processors)
+        moved = (self.code_bytes + 2) * numbers
+        converted = moved / (DECODE_BYTES_PER_US * layer.processors)
         return Estimate(time + (LAUNCH_US + converted))
 
     def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
@@ -107,7 +117,10 @@ class CodePrefillPlan:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         if _count_bytes(call) > MAX_BYTES:
             return False
-        if (call.key.data_ptr() | call.value.data_ptr()) % 16:
+        addresses = call.key.data_ptr() | call.value.data_ptr()
+        if addresses % self.alignment:
+            return False
+        if addresses % 16:
             # the converted cache is aligned
             call = _in_16_bits(call)
         # the cache of codes has more rows than the converted one, or MAX_BYTES bounds them
@@ -144,16 +157,14 @@ class CodePrefillPlan:
         assert block_table is not None
         reqs, num_blocks = call.lengths.shape[0], _count_blocks(call)
         heads = query.shape[1]
-        shapes = [
-            (reqs * num_blocks, BLOCK.value, *cache.shape[2:]) for cache in (key, value)
-        ]
-        sizes = [torch.Size(shape).numel() // 2 for shape in shapes]
-        keys = key.shape[2] * reqs * num_blocks * BLOCK.value
+        shapes = _converted_shapes(call)
+        sizes = [math.prod(shape) // 2 for shape in shapes]
+        keys = key.shape[2] * reqs * num_blocks * BLOCK.value * self.has_factors
         sizes += [
             reqs * num_blocks,
             *((keys, 0) if self.is_measured else (heads, heads)),
         ]
-        parts = _split_workspace(query.device, sizes)
+        parts = split_workspace(query.device, sizes)
         k_out, v_out = (
             part.view(query.dtype).view(shape)
             for part, shape in zip(parts, shapes, strict=False)
@@ -168,34 +179,56 @@ class CodePrefillPlan:
             "k_out": k_out,
             "v_out": v_out,
             "table_out": table,
-            "k_scales_out": parts[3],
-            "v_scales_out": parts[4],
+            "k_scales_out": parts[3] if parts[3].numel() else None,
+            "v_scales_out": None if self.is_measured else parts[4],
             "k_scale": scale_arguments(call.options.k_scale)[0],
             "v_scale": scale_arguments(call.options.v_scale)[0],
             "short_rows": short_rows,
             "num_blocks": num_blocks,
             "table_stride_req": block_table.stride(0),
         }
-        grid = (key.shape[2], num_blocks, reqs)
+        grid = (2 * key.shape[2], num_blocks, reqs)
         launch_by_pointers(self.upcast, grid, UpcastArguments, arguments)
         converted = call._replace(key=k_out, value=v_out, block_table=table)
-        if self.is_measured:
+        if self.has_factors:
             factors = parts[3].view(key.shape[2], reqs, num_blocks * BLOCK.value)
             return converted, short_rows, (None, None), factors
-        return converted, short_rows, (parts[3], parts[4]), None
+        scales = (None, None) if self.is_measured else (parts[3], parts[4])
+        return converted, short_rows, scales, None
 
 
 def _takes_signature(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     key, value = call.key, call.value
     form = find_format(key.dtype, call.options.k_scale)
-    if not form.is_quantised or form.codes_per_element != 1 or form.channels_per_scale:
+    if not form.scales_whole_rows or value.dtype != key.dtype:
         return False
-    if value.dtype != key.dtype:
+    if form.is_rotated and not _rounds_keys(call) and not _are_keys_exact(call):
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
     return find_planes(_in_16_bits(call)) is not None
+
+
+def _rounds_keys(call: AttentionCall) -> bool:
+    """Return whether keys with scales of their own are multiplied by them, and rounded.
+
+    That is so for int4 if the log-sum-exp is not wanted: its error budget is float32, and that of
+    an output is of plain torch in its dtype, which rounds keys too. Outputs took up to 0.3 of
+    theirs with scores of a standard deviation of 1, 0.5 with one of 3.4, and 1.0 with one of 11.
+    """
+    form = find_format(call.key.dtype, call.options.k_scale)
+    return form.is_rotated and call.lse is None
+
+
+def _are_keys_exact(call: AttentionCall) -> bool:
+    """Return whether rotated keys, rotated back and in front of their scale, are exact.
+
+    They are integers up to 15 times the channels of a rotation. Float16 has those up to 2,048, and
+    bfloat16 those up to 256.
+    """
+    channels = count_channels.fn(call.query.shape[-1])
+    return call.query.dtype == torch.float16 and 15 * channels <= 2048
 
 
 def _count_blocks(call: AttentionCall) -> int:
@@ -203,88 +236,31 @@ def _count_blocks(call: AttentionCall) -> int:
     return max(1, -(-call.max_key_len // BLOCK.value))
 
 
+def _converted_shapes(call: AttentionCall) -> list[tuple[int, int, int, int]]:
+    """Return the shapes of the converted keys and values: blocks, slots, KV heads, elements."""
+    blocks = call.lengths.shape[0] * _count_blocks(call)
+    return [
+        (blocks, BLOCK.value, cache.shape[2], head_size_of(cache))
+        for cache in (call.key, call.value)
+    ]
+
+
 def _count_bytes(call: AttentionCall) -> int:
     """Return the bytes of the converted cache."""
-    keys = call.lengths.shape[0] * _count_blocks(call) * BLOCK.value
-    numbers = call.key.shape[2] * (call.key.shape[3] + call.value.shape[3])
-    return 2 * keys * numbers
-
-
-def _split_workspace(device: torch.device, sizes: list[int]) -> list[Tensor]:
-    """Return tensors of so many float32 numbers, each at a multiple of 128 bytes."""
-    starts = [0]
-    for size in sizes:
-        starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
-    numbers = find_workspace(device, 0, starts[-1])[1]
-    return [
-        numbers[start : start + size]
-        for start, size in zip(starts, sizes, strict=False)
-    ]
+    return 2 * sum(math.prod(shape) for shape in _converted_shapes(call))
 
 
 def _in_16_bits(call: AttentionCall) -> AttentionCall:
     """Return the call of the prefill kernel, with tensors that have no memory."""
-    blocks = call.lengths.shape[0] * _count_blocks(call)
     key, value = (
-        torch.empty(
-            blocks, BLOCK.value, *cache.shape[2:], dtype=call.query.dtype, device="meta"
-        )
-        for cache in (call.key, call.value)
+        torch.empty(shape, dtype=call.query.dtype, device="meta")
+        for shape in _converted_shapes(call)
     )
     table = torch.empty(
         call.lengths.shape[0], _count_blocks(call), dtype=torch.int32, device="meta"
     )
     options = replace(call.options, k_scale=None, v_scale=None)
     return call._replace(key=key, value=value, block_table=table, options=options)
-
-
-def _make_launcher(call: AttentionCall, form: str) -> Launcher:
-    """Return the launcher of the conversion from a format."""
-    query, key, value, block_table = call[:4]
-    assert block_table is not None
-    heads, head_size = key.shape[2:]
-    value_size = value.shape[3]
-    config = Config(
-        GROUP_SIZE=query.shape[1] // heads,
-        HEAD_DIM=head_size,
-        BLOCK_D=next_power_of_2(head_size),
-        V_HEAD_DIM=value_size,
-        BLOCK_DV=next_power_of_2(value_size),
-        BLOCK_SIZE=key.shape[1],
-        masks=lower_masks(call.options, call.query_start_loc)[1],
-        scores=ScoreConstants(0.0),
-        CACHE_FORMAT=form,
-        OUT_FORMAT=PLAIN.name,
-        NATIVE_FP8=has_native_fp8(query.device),
-        PIN_FP8_V=False,
-        ALIGNMENT=1,
-        BLOCK_M=0,
-        BLOCK_N=0,
-        MASK_ALL_TILES=False,
-        CLEAR_PADDING=False,
-        INDEX_64=True,
-        UPCAST=False,
-        ROW_SUMS=False,
-    )
-    entry = block_table.stride(1)
-    fixed = {
-        "k_strides": _strides_of(key, heads * head_size, entry),
-        "v_strides": _strides_of(value, heads * value_size, entry),
-        "scale_strides": scale_strides(call.options),
-        "config": config,
-    }
-    return Launcher(upcast_kernel, _as_bits, fixed, num_warps=4, num_stages=1)
-
-
-def _strides_of(cache: Tensor, converted_slot: int, table_entry: int) -> CacheStrides:
-    """Return the strides of keys or values; the last two arguments are fields of the result."""
-    block, slot, head, element = cache.stride()
-    return CacheStrides(block, slot, head, element, converted_slot, table_entry)
-
-
-def _as_bits(key: Tensor, value: Tensor, *others: Tensor) -> tuple[Any, ...]:
-    """Return the tensors of a launch with FP8 caches as bytes."""
-    return (as_bits(key), as_bits(value), *others)
 
 
 FAMILY = KernelFamily("sm90 code prefill", Role.PREFILL, supports, plan)

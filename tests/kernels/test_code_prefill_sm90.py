@@ -1,0 +1,195 @@
+"""Prefills from caches with a scale per token and head on Hopper chips: conversion, results."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.options import Call, paged_call
+from pagetwin.conformance.checks.coded_caches import APART, PAGES, coded_call
+from pagetwin.conformance.checks.dense import same_bits
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.cache_formats import FORMATS, CacheFormat
+from pagetwin.contract.operations import load_implementation
+from pagetwin.optimized.dispatch.choice import make_attention_plan
+from pagetwin.optimized.kernels.sm90.code_prefill import family
+from pagetwin.optimized.kernels.sm90.code_prefill.kernel import BLOCK
+from pagetwin.optimized.runtime.attention_call import AttentionCall
+from pagetwin.reference import gather_cache
+from support.sm90_calls import needs_hopper
+from torch import Tensor
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FORMS = [form for form in FORMATS.values() if form.has_token_scales]
+INT4 = FORMATS["int4_per_token_head"]
+ORDERS = (APART, *PAGES)
+BATCHES = {
+    "ragged": BatchPlan((17, 9, 0, 40), (300, 9, 40, 128), head_size=64, padding=2),
+    "head size 80": BatchPlan((30,), (133,), head_size=80, group=2),
+    "head size 96": BatchPlan((30, 8), (70, 8), head_size=96, block_size=48),
+    "head size 128": BatchPlan((130,), (261,), head_size=128, kv_heads=3),
+    "head size 256": BatchPlan((20,), (140,), head_size=256, group=1),
+}
+
+
+def make_call(
+    plan: BatchPlan,
+    form: CacheFormat,
+    order: str,
+    device: torch.device,
+    has_lse: bool,
+    **options: Any,
+) -> tuple[Call, AttentionCall]:
+    """Return a call over codes, as the laws make it and as a kernel family takes it."""
+    needles = [(req, keys - 1) for req, keys in enumerate(plan.kv_lens)]
+    call = paged_call(plan, device, needles, **options)
+    call = replace(coded_call(call, form, plan.seed, order), wants_lse=has_lse)
+    given = call.arguments
+    out = torch.full_like(given["query"], torch.nan)
+    tokens, heads, head_size = out.shape
+    lse = torch.full((heads, tokens), torch.nan, device=device)
+    names = ("query", "key_cache", "value_cache", "block_table", "query_start_loc")
+    return call, AttentionCall(
+        *(given[name] for name in names),
+        given["seq_lens"],
+        given["max_query_len"],
+        given["max_seq_len"],
+        head_size**-0.5,
+        out,
+        lse if has_lse else None,
+        AttentionOptions(
+            causal=True,
+            k_scale=given["k_scale"],
+            v_scale=given["v_scale"],
+            **options,
+        ),
+    )
+
+
+def numbers_of(call: AttentionCall, req: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a request in float32, by the reference."""
+    length = int(call.lengths[req])
+    starts = torch.tensor([0, length], dtype=torch.int32, device=call.query.device)
+    assert call.block_table is not None
+    options = call.options
+    return gather_cache(
+        call.key, call.value, call.block_table[req : req + 1], starts, length,
+        options.k_scale, options.v_scale, dtype=torch.float32,
+    )  # fmt: skip
+
+
+@pytest.mark.sample(4)
+@pytest.mark.usefixtures("without_native_fp8")
+@pytest.mark.parametrize("has_lse", [False, True], ids=["no lse", "lse"])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_converted_numbers_are_those_of_the_reference_rounded_once(
+    name: str, order: str, form: CacheFormat, has_lse: bool, device: torch.device
+) -> None:
+    """The product of a key and its factor is exact."""
+    plan = replace(BATCHES[name], dtype=FP16, seed=3)
+    call = make_call(plan, form, order, device, has_lse)[1]
+    if has_lse and form.is_rotated and plan.head_size == 256:
+        with pytest.raises(NotImplementedError, match="Hopper prefill kernel for cac"):
+            family.plan(call)
+        return
+    found, _, scales, factors = family.plan(call).convert(call, 8)
+    assert scales == (None, None)
+    assert (factors is not None) == (has_lse or not form.is_rotated)
+    for req, length in enumerate(plan.kv_lens):
+        if plan.query_lens[req] * plan.group <= 8:
+            continue
+        key, value = numbers_of(call, req)
+        assert found.block_table is not None
+        rows = found.block_table[req].long()
+        keys, values = (
+            cache[rows].flatten(0, 1)[:length] for cache in (found.key, found.value)
+        )
+        assert same_bits(values, value.to(FP16))
+        if factors is None:
+            assert same_bits(keys, key.to(FP16))
+        else:
+            of_keys = factors[:, req, :length].T[..., None]
+            assert same_bits(keys.float() * of_keys, key)
+
+
+@pytest.mark.usefixtures("without_native_fp8")
+def test_keys_before_a_window_become_0() -> None:
+    """The prefill kernel loads some of them, and 0 * NaN = NaN."""
+    plan = replace(BATCHES["head size 128"], query_lens=(20,), dtype=FP16)
+    device = torch.device("cpu")
+    call = make_call(plan, INT4, APART, device, False, sliding_window=70)[1]
+    first = 261 - 20 - 70 + 1
+    assert call.block_table is not None
+    call.block_table[0, : first // plan.block_size] = 2**31 - 1
+    found = family.plan(call).convert(call, 8)[0]
+    for cache in (found.key, found.value):
+        rows = cache.flatten(0, 1)[:261]
+        assert not rows[BLOCK.value : first].any()
+        assert rows[first:].any(-1).all()
+
+
+@pytest.mark.usefixtures("without_native_fp8")
+def test_a_log_sum_exp_over_int4_needs_keys_that_are_exact() -> None:
+    """Those of bfloat16 have 8 significant bits, and an integer up to 1,920 needs 11."""
+    device = torch.device("cpu")
+    plan = replace(BATCHES["ragged"], dtype=BF16)
+    family.plan(make_call(plan, INT4, APART, device, False)[1])
+    with pytest.raises(NotImplementedError, match="use the portable kernel"):
+        family.plan(make_call(plan, INT4, APART, device, True)[1])
+
+
+@pytest.mark.usefixtures("without_native_fp8")
+def test_caches_that_begin_beside_a_multiple_of_4_bytes_are_not_taken_from_pages() -> (
+    None
+):
+    """Their rows are loaded in words of 4 bytes."""
+    device = torch.device("cpu")
+    plan = replace(BATCHES["ragged"], dtype=FP16)
+    for order, is_taken in ((PAGES[0], False), (APART, True)):
+        call = make_call(plan, INT4, order, device, False)[1]
+        made = family.plan(call)
+        assert made.takes(call)
+        size = call.key.untyped_storage().nbytes()
+        memory = torch.zeros(size + 16, dtype=torch.uint8)
+        begin = call.key.storage_offset() + 1
+        key = memory.as_strided(call.key.shape, call.key.stride(), begin)
+        assert made.takes(call._replace(key=key)) is is_taken, order
+
+
+@needs_hopper
+@pytest.mark.parametrize("has_lse", [False, True], ids=["no lse", "lse"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BATCHES)
+def test_prefills_are_converted_and_right(
+    name: str, order: str, form: CacheFormat, dtype: torch.dtype, has_lse: bool
+) -> None:
+    plan = replace(BATCHES[name], dtype=dtype, seed=5)
+    call, of_family = make_call(plan, form, order, torch.device("cuda"), has_lse)
+    is_exact = not form.is_rotated or (dtype == FP16 and plan.head_size <= 128)
+    planned = make_attention_plan(of_family).prefills[0]
+    assert isinstance(planned, family.CodePrefillPlan) is (is_exact or not has_lse)
+    out, lse = call.run(load_implementation("optimized"))
+    call.assert_right(out, lse, load_implementation("reference"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 100}, {"attention_chunk_size": 100}, {"logits_soft_cap": 5.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_prefills_from_int4_with_options_are_right(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    plan = replace(BATCHES["head size 128"], dtype=dtype, seed=6)
+    call, _ = make_call(plan, INT4, PAGES[0], torch.device("cuda"), False, **options)
+    out, lse = call.run(load_implementation("optimized"))
+    call.assert_right(out, lse, load_implementation("reference"))
