@@ -212,7 +212,7 @@ def _kv_iteration(
     if MASKED:
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
     # with factors the softmax does not wait for the MUFU unit
-    POLYNOMIAL: gl.constexpr = factors is None and uses_polynomial(config, MASKED)
+    POLYNOMIAL: gl.constexpr = uses_polynomial(config, MASKED)
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, softmax_scale(scale_log2, config),
         False, MASKED, POLYNOMIAL, config.SPLIT_TILES > 0,
