@@ -143,6 +143,7 @@ KINDS = {
     "equality": Kind(
         page_rows.compared, ("model", "dtype", "ngram", "backend", "other")
     ),
+    "format_times": Kind(page_rows.format_times, ("device", "name")),
     "latent_paths": Kind(lines_of, ("device",)),
     "planted": Kind(
         page_rows.planted,

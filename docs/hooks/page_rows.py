@@ -215,6 +215,13 @@ def size_of_case(law: Row) -> tuple[bool, bool, int]:
     return not case, not case.startswith("BatchPlan("), len(case)
 
 
+NOT_ASKED = {
+    "the workload does not name it as a baseline",
+    "it writes a cache and computes no attention",
+}
+"""Reasons of a library that nobody expects in a workload."""
+
+
 def bench(path: Path) -> list[Row]:
     """Return the run of a benchmark with its machine, and a row per workload that was tried."""
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -239,7 +246,7 @@ def bench(path: Path) -> list[Row]:
         results = {
             name: _result(name, entry)
             for name, entry in workload["results"].items()
-            if entry["status"] != "missing"
+            if entry["status"] != "missing" and entry.get("reason") not in NOT_ASKED
         }
         if workload["results"]["ours"]["status"] != "not run":
             rows.append(place | chosen(workload, fields) | {"results": results})
@@ -253,6 +260,28 @@ def bench_extended(path: Path) -> list[Row]:
         for name in set(row) - {"device", "began", "name", "aim", "results"}:
             del row[name]
         row["results"]["ours"] = _aimed(row["results"]["ours"])
+    return rows
+
+
+def format_times(path: Path) -> list[Row]:
+    """Return the time of each workload of the suite of cache formats, and those of its baselines.
+
+    The share is that of the chip's limit: of its copying rate for a write.
+    """
+    record = json.loads(path.read_text(encoding="utf-8"))
+    machine = record["machine"]
+    place = {"device": machine["device"], "date": machine["date"][:10]}
+    rows = []
+    for workload in record["workloads"]:
+        timed = {
+            name: entry["median_us"]
+            for name, entry in workload["results"].items()
+            if entry["status"] == "timed" and entry.get("within_budget", True)
+        }
+        if "ours" in timed:
+            share = round(workload["results"]["ours"]["share_of_ceiling"], 3)
+            row = place | {"name": workload["name"], "us": timed.pop("ours")}
+            rows.append(row | {"share": share, "others": timed})
     return rows
 
 

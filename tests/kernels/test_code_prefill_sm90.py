@@ -84,20 +84,29 @@ def numbers_of(call: AttentionCall, req: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("has_lse", [False, True], ids=["no lse", "lse"])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("name", BATCHES)
 def test_converted_numbers_are_those_of_the_reference_rounded_once(
-    name: str, order: str, form: CacheFormat, has_lse: bool, device: torch.device
+    name: str,
+    dtype: torch.dtype,
+    order: str,
+    form: CacheFormat,
+    has_lse: bool,
+    device: torch.device,
 ) -> None:
     """The product of a key and its factor is exact."""
-    plan = replace(BATCHES[name], dtype=FP16, seed=3)
+    if dtype == BF16 and device.type == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16")
+    plan = replace(BATCHES[name], dtype=dtype, seed=3)
     call = make_call(plan, form, order, device, has_lse)[1]
-    if has_lse and form.is_rotated and plan.head_size == 256:
+    is_exact = not form.is_rotated or (dtype == FP16 and plan.head_size <= 128)
+    if has_lse and not is_exact:
         with pytest.raises(NotImplementedError, match="Hopper prefill kernel for cac"):
             family.plan(call)
         return
     found, _, scales, factors = family.plan(call).convert(call, 8)
     assert scales == (None, None)
-    assert (factors is not None) == (has_lse or not form.is_rotated)
+    assert (factors is not None) == (has_lse or (is_exact and dtype == FP16))
     for req, length in enumerate(plan.kv_lens):
         if plan.query_lens[req] * plan.group <= 8:
             continue
@@ -107,19 +116,18 @@ def test_converted_numbers_are_those_of_the_reference_rounded_once(
         keys, values = (
             cache[rows].flatten(0, 1)[:length] for cache in (found.key, found.value)
         )
-        assert same_bits(values, value.to(FP16))
+        assert same_bits(values, value.to(dtype))
         if factors is None:
-            assert same_bits(keys, key.to(FP16))
+            assert same_bits(keys, key.to(dtype))
         else:
             of_keys = factors[:, req, :length].T[..., None]
             assert same_bits(keys.float() * of_keys, key)
 
 
 @pytest.mark.usefixtures("without_native_fp8")
-def test_keys_before_a_window_become_0() -> None:
+def test_keys_before_a_window_become_0(device: torch.device) -> None:
     """The prefill kernel loads some of them, and 0 * NaN = NaN."""
     plan = replace(BATCHES["head size 128"], query_lens=(20,), dtype=FP16)
-    device = torch.device("cpu")
     call = make_call(plan, INT4, APART, device, False, sliding_window=70)[1]
     first = 261 - 20 - 70 + 1
     assert call.block_table is not None
@@ -139,6 +147,20 @@ def test_a_log_sum_exp_over_int4_needs_keys_that_are_exact() -> None:
     family.plan(make_call(plan, INT4, APART, device, False)[1])
     with pytest.raises(NotImplementedError, match="use the portable kernel"):
         family.plan(make_call(plan, INT4, APART, device, True)[1])
+
+
+@pytest.mark.usefixtures("without_native_fp8")
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_large_scores_have_keys_that_are_exact(form: CacheFormat) -> None:
+    """A score of 40 times a rounding of its key is a change of its weight by 8 %."""
+    plan = replace(BATCHES["head size 128"], dtype=BF16)
+    call = make_call(plan, form, APART, torch.device("cpu"), False)[1]
+    made = family.plan(call)
+    for factor, rounds in ((1.0, True), (2.0, True), (2.1, False)):
+        scaled = call._replace(scale=factor * 128**-0.5)
+        assert made.takes(scaled) is (rounds or not form.is_rotated)
+        if made.takes(scaled):
+            assert (made.convert(scaled, 8)[3] is None) is rounds
 
 
 @pytest.mark.usefixtures("without_native_fp8")

@@ -44,6 +44,12 @@ one's keys. A call that may need more is left to the portable kernel."""
 FEW_KEYS = 4096
 """Keys of a request for which a warm-up launches the kernels too. With more, a call may exceed
 MAX_BYTES."""
+ROUNDED_SCALE = 2.0
+"""Keys are rounded up to this scale of the scores, in units of head_size ** -0.5.
+
+If queries and keys have a variance of 1, it is the standard deviation of the scores. Outputs took
+up to 0.3 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
+one of 25."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -64,10 +70,10 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
     alignment = find_row_alignment(call.key, call.value)
     upcast = make_launcher(call, form.name, alignment)
     code_bytes = 1 / form.codes_per_element
-    has_factors = form.has_token_scales and not _rounds_keys(call)
     return CodePrefillPlan(
-        prefill, upcast, form.has_token_scales, has_factors, code_bytes, alignment
-    )
+        prefill, upcast, form.has_token_scales, _may_round_keys(call),
+        _are_keys_exact(call), code_bytes, alignment,
+    )  # fmt: skip
 
 
 @dataclass
@@ -78,8 +84,8 @@ class CodePrefillPlan:
         prefill: the plan of the prefill kernel for the converted cache.
         upcast: the launcher of the conversion.
         is_measured: whether each key and value has a scale of its own.
-        has_factors: whether the scales of keys multiply their scores. If not, and they have scales
-            of their own, they multiply the keys.
+        may_round_keys: whether scales of keys may multiply the keys, which are rounded.
+        are_keys_exact: whether keys without their scales are exact, which may multiply the scores.
         code_bytes: bytes of a code.
         alignment: bytes at a multiple of which the caches must begin.
     """
@@ -87,7 +93,8 @@ class CodePrefillPlan:
     prefill: PrefillPlan
     upcast: Launcher
     is_measured: bool
-    has_factors: bool
+    may_round_keys: bool
+    are_keys_exact: bool
     code_bytes: float
     alignment: int
     is_repeatable: ClassVar[bool] = True
@@ -117,6 +124,8 @@ class CodePrefillPlan:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         if _count_bytes(call) > MAX_BYTES:
             return False
+        if not (self.are_keys_exact or self._rounds_keys(call)):
+            return False
         addresses = call.key.data_ptr() | call.value.data_ptr()
         if addresses % self.alignment:
             return False
@@ -125,6 +134,11 @@ class CodePrefillPlan:
             call = _in_16_bits(call)
         # the cache of codes has more rows than the converted one, or MAX_BYTES bounds them
         return self.prefill.takes(call)
+
+    def _rounds_keys(self, call: AttentionCall) -> bool:
+        """Return whether the keys of a call are multiplied by their scales, and rounded."""
+        most = ROUNDED_SCALE * call.query.shape[-1] ** -0.5
+        return self.may_round_keys and call.scale <= most
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""
@@ -159,7 +173,8 @@ class CodePrefillPlan:
         heads = query.shape[1]
         shapes = _converted_shapes(call)
         sizes = [math.prod(shape) // 2 for shape in shapes]
-        keys = key.shape[2] * reqs * num_blocks * BLOCK.value * self.has_factors
+        has_factors = self.is_measured and not self._rounds_keys(call)
+        keys = key.shape[2] * reqs * num_blocks * BLOCK.value * has_factors
         sizes += [
             reqs * num_blocks,
             *((keys, 0) if self.is_measured else (heads, heads)),
@@ -190,7 +205,7 @@ class CodePrefillPlan:
         grid = (2 * key.shape[2], num_blocks, reqs)
         launch_by_pointers(self.upcast, grid, UpcastArguments, arguments)
         converted = call._replace(key=k_out, value=v_out, block_table=table)
-        if self.has_factors:
+        if has_factors:
             factors = parts[3].view(key.shape[2], reqs, num_blocks * BLOCK.value)
             return converted, short_rows, (None, None), factors
         scales = (None, None) if self.is_measured else (parts[3], parts[4])
@@ -203,30 +218,33 @@ def _takes_signature(call: AttentionCall) -> bool:
     form = find_format(key.dtype, call.options.k_scale)
     if not form.scales_whole_rows or value.dtype != key.dtype:
         return False
-    if form.is_rotated and not _rounds_keys(call) and not _are_keys_exact(call):
+    if not (_may_round_keys(call) or _are_keys_exact(call)):
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
     return find_planes(_in_16_bits(call)) is not None
 
 
-def _rounds_keys(call: AttentionCall) -> bool:
-    """Return whether keys with scales of their own are multiplied by them, and rounded.
+def _may_round_keys(call: AttentionCall) -> bool:
+    """Return whether keys with scales of their own may be multiplied by them, and rounded.
 
-    That is so for int4 if the log-sum-exp is not wanted: its error budget is float32, and that of
-    an output is of plain torch in its dtype, which rounds keys too. Outputs took up to 0.3 of
-    theirs with scores of a standard deviation of 1, 0.5 with one of 3.4, and 1.0 with one of 11.
+    So they are as near as those of a cache in 16 bits. The error budget of an output is of plain
+    torch in its dtype, which rounds keys too. That of a log-sum-exp is of float32.
     """
     form = find_format(call.key.dtype, call.options.k_scale)
-    return form.is_rotated and call.lse is None
+    is_bfloat16 = call.query.dtype == torch.bfloat16
+    is_rounded = call.lse is None and (is_bfloat16 or not _are_keys_exact(call))
+    return form.has_token_scales and is_rounded
 
 
 def _are_keys_exact(call: AttentionCall) -> bool:
-    """Return whether rotated keys, rotated back and in front of their scale, are exact.
+    """Return whether keys in front of their scales are exact in the dtype of the queries.
 
-    They are integers up to 15 times the channels of a rotation. Float16 has those up to 2,048, and
-    bfloat16 those up to 256.
+    Rotated ones, rotated back, are integers up to 15 times the channels of a rotation. Float16 has
+    those up to 2,048, and bfloat16 those up to 256.
     """
+    if not find_format(call.key.dtype, call.options.k_scale).is_rotated:
+        return True
     channels = count_channels.fn(call.query.shape[-1])
     return call.query.dtype == torch.float16 and 15 * channels <= 2048
 

@@ -7,7 +7,7 @@ A value that has a scale of its own is multiplied by it and rounded, as weights 
 
 Rows of int4 are rotated back. Before their scale they are integers, up to 1,920 in rotations of
 128 channels, which float16 represents. If the log-sum-exp is not wanted, they are multiplied by
-their scale and rounded (`_rounds_keys` in family.py).
+their scale and rounded. So are other keys with scales of their own (`CodePrefillPlan`).
 """
 
 from typing import Any, NamedTuple
