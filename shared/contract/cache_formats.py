@@ -44,6 +44,8 @@ class CacheFormat:
             global scale, which is given, multiplies them. If 0, it has one scale at most.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
+        loses: Rows of which nothing is left in their codes, in words. If empty, none: a key that
+            outweighs 131,072 others does so as codes too.
 
     Example:
         int8_per_token_head: 8 heads of 128 codes for keys and for values, each with a float32
@@ -66,6 +68,7 @@ class CacheFormat:
     channels_per_scale: int = 0
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
+    loses: str = ""
 
     @property
     def is_quantised(self) -> bool:
@@ -176,6 +179,7 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             scales=(ScaleAxes.TOKEN_HEAD,),
+            loses="rows whose rotation has one sign, such as those of their first channel",
         ),
         CacheFormat(
             name="nvfp4",
