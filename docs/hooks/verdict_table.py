@@ -33,6 +33,7 @@ TITLES = {
     "flashinfer_paged": "FlashInfer fa2",
     "flashinfer_paged_fa3": "FlashInfer fa3",
     "flashinfer_xqa": "XQA, decodes",
+    "flashmla_fp8": "FlashMLA, records of FP8",
     "flashmla_latent": "FlashMLA, latent decodes",
     "flex_compiled": "FlexAttention, compiled",
     "flex_paged": "FlexAttention, not compiled",
@@ -41,6 +42,8 @@ TITLES = {
     "torch_sdpa": "torch SDPA, decodes",
     "torch_varlen": "torch varlen_attn, ragged",
     "vllm_cache": "vLLM's cache write and merge",
+    "vllm_formats": "vLLM's caches with a scale per token and head",
+    "vllm_spans": "vLLM's images and prefixes over such caches",
     "vllm_unified": "vLLM's unified_attention",
     "xformers_split_k": "xFormers split-K, decodes",
 }

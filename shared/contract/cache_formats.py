@@ -45,6 +45,8 @@ class CacheFormat:
         is_rotated: Whether keys and values are rotated before they are codes.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
+        loses: Rows of which nothing is left in their codes, in words. If empty, none: a key that
+            outweighs 131,072 others does so as codes too.
 
     Example:
         int8_per_token_head: 8 heads of 128 codes for keys and for values, each with a float32
@@ -68,6 +70,7 @@ class CacheFormat:
     is_rotated: bool = False
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
+    loses: str = ""
 
     @property
     def is_quantised(self) -> bool:
@@ -191,6 +194,7 @@ FORMATS = {
             codes_per_element=2,
             is_rotated=True,
             scales=(ScaleAxes.TOKEN_HEAD,),
+            loses="rows whose rotation has one sign, such as those of their first channel",
         ),
         CacheFormat(
             name="nvfp4",

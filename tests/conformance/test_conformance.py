@@ -352,6 +352,8 @@ def test_an_adapter_that_runs_here_answers_what_it_declares(name, request):
         ("flash_attention_paged", "flash_attn"),
         ("flash_attention_3_paged", "vllm"),
         ("vllm_unified", "vllm"),
+        ("vllm_formats", "vllm"),
+        ("vllm_spans", "vllm"),
     ],
 )
 def test_an_adapter_without_its_library_says_what_it_needs(name, library, monkeypatch):

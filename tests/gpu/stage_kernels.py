@@ -19,10 +19,24 @@ KERNELS = (
     "triton_reshape_and_cache_flash.py",
     "triton_merge_attn_states.py",
 )
+LATER = ("int4_per_token_head.py",)
+"""Kernels that earlier versions do not have."""
 STAND_INS = {
     "vllm/__init__.py": "__version__ = {version!r}\n",
     "vllm/envs.py": "VLLM_BATCH_INVARIANT = False\n",
-    "vllm/logger.py": "from logging import getLogger as init_logger\n",
+    "vllm/logger.py": """
+from logging import getLogger
+
+
+def init_logger(name):
+    logger = getLogger(name)
+    logger.debug_once = logger.debug
+    return logger
+""",
+    "vllm/utils/math_utils.py": """
+def largest_power_of_2_divisor(number):
+    return number & -number
+""",
     "vllm/platforms.py": """
 import torch
 
@@ -39,6 +53,9 @@ class Cuda:
         return torch.cuda.is_available() and (
             torch.cuda.get_device_capability()[0] == family // 10
         )
+
+    def is_cuda(self):
+        return torch.cuda.is_available()
 
     def is_rocm(self):
         return False
@@ -95,7 +112,11 @@ def main() -> None:
         for name, text in STAND_INS.items()
     }
     with zipfile.ZipFile(asked.wheel) as wheel:
-        files |= {OPS + kernel: wheel.read(OPS + kernel).decode() for kernel in KERNELS}
+        later = [kernel for kernel in LATER if OPS + kernel in wheel.namelist()]
+        files |= {
+            OPS + kernel: wheel.read(OPS + kernel).decode()
+            for kernel in (*KERNELS, *later)
+        }
     for name, text in files.items():
         path = asked.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

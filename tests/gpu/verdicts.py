@@ -35,6 +35,8 @@ VARIANTS = {
     ),
 }
 """Verdicts on another kernel of an adapter: the adapter, and variables of its environment."""
+ONLY = {"vllm_spans": "images and prefixes of codes"}
+"""Words of the laws that an adapter is for, if it is not for all."""
 LIBRARIES = {
     "cudnn_paged": "nvidia-cudnn-frontend",
     "flash_attention_3_latent": "vllm",
@@ -48,12 +50,15 @@ LIBRARIES = {
     "flashinfer_paged": "flashinfer-python",
     "flashinfer_paged_fa3": "flashinfer-python",
     "flashinfer_xqa": "flashinfer-python",
+    "flashmla_fp8": "vllm",
     "flashmla_latent": "vllm",
     "flex_compiled": "torch",
     "flex_paged": "torch",
     "torch_sdpa": "torch",
     "torch_varlen": "torch",
     "vllm_cache": "vllm",
+    "vllm_formats": "vllm",
+    "vllm_spans": "vllm",
     "vllm_unified": "vllm",
     "xformers_split_k": "xformers",
 }
@@ -123,7 +128,12 @@ def judge(name: str, asked: argparse.Namespace) -> Record:
     lines.unlink(missing_ok=True)
     command = [sys.executable, __file__, str(asked.folder), "--one", implementation]
     command += ["--lines", str(lines), "--device", asked.device]
-    command += ["--only", asked.only, "--examples", str(asked.examples)]
+    command += [
+        "--only",
+        asked.only or ONLY.get(name, ""),
+        "--examples",
+        str(asked.examples),
+    ]
     command += ["--workers", str(asked.workers)]
     command += ["--limit", str(asked.limit)]
     command += ["--seconds-of-a-law", str(asked.seconds_of_a_law)]

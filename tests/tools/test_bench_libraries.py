@@ -1,6 +1,7 @@
 """Calls that the benchmark makes of other implementations, from their signatures."""
 
 import sys
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from pagetwin.tools.bench.libraries import all_libraries, choose_libraries
 from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.libraries.flash_mla import FlashMLA
 from pagetwin.tools.bench.libraries.library import Declined
-from pagetwin.tools.bench.workloads import Workload
+from pagetwin.tools.bench.workloads import Workload, load_workloads
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="it is the run without a GPU that is tried"
@@ -243,6 +244,72 @@ def test_vllms_kernel_gets_the_arguments_that_it_takes(monkeypatch: Any) -> None
         prepared = vllm_triton.VLLMTriton("cpu").prepare(inputs)
         found = find_expected(inputs).check(prepared.call(), torch.bfloat16)
         assert found.ok, found.message
+
+
+class Mode(IntEnum):
+    """Modes of caches as vLLM names them."""
+
+    NONE = 0
+    FP8_PER_TENSOR = 1
+    INT8_PER_TOKEN_HEAD = 2
+    INT4_PER_TOKEN_HEAD = 4
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_vllms_kernel_gets_the_scales_of_a_format(monkeypatch: Any, form: str) -> None:
+    """It was declined, because its scales were not passed."""
+    from pagetwin.reference.attention.paged import paged_attention
+    from pagetwin.tools.bench.libraries import vllm_triton
+
+    modes = []
+
+    def unified_attention(
+        q, k, v, out, cu_seqlens_q, max_seqlen_q, seqused_k, max_seqlen_k, block_table,
+        kv_quant_mode=Mode.NONE, k_scale_cache=None, v_scale_cache=None,
+    ):  # type: ignore[no-untyped-def] # fmt: skip
+        modes.append(kv_quant_mode.name)
+        paged_attention(
+            q, k, v, block_table, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k,
+            out=out, options=AttentionOptions(k_scale=k_scale_cache, v_scale=v_scale_cache),
+        )  # fmt: skip
+
+    module = SimpleNamespace(unified_attention=unified_attention)
+    monkeypatch.setitem(sys.modules, vllm_triton.ATTEND, module)
+    inputs = draw_inputs(
+        load_workloads("formats")[f"decode-64x4k-{form}"].tiny(), 0, "cpu"
+    )
+    prepared = vllm_triton.VLLMTriton("cpu").prepare(inputs)
+    found = find_expected(inputs).check(prepared.call(), torch.bfloat16)
+    assert found.ok, found.message
+    assert modes == [f"{form.upper()}_PER_TOKEN_HEAD"]
+    assert prepared.rounds_more == (form == "int4")
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8-token", "int4"])
+def test_vllms_write_gets_the_scales_of_a_format(monkeypatch: Any, form: str) -> None:
+    """A format that it writes by another rule, or not at all, is declined."""
+    from pagetwin.reference.cache.cache_ops import reshape_and_cache
+    from pagetwin.tools.bench.accuracy import check_write
+    from pagetwin.tools.bench.libraries import vllm_triton
+
+    def write(*args: Any) -> None:
+        *tensors, k_scale, v_scale, slots, mode = args
+        assert mode == Mode.INT8_PER_TOKEN_HEAD
+        reshape_and_cache(*tensors, slots, k_scale, v_scale)
+
+    module = SimpleNamespace(
+        triton_reshape_and_cache_flash_per_token_head_quant=write, KVQuantMode=Mode
+    )
+    monkeypatch.setitem(sys.modules, vllm_triton.WRITE, module)
+    inputs = draw_inputs(load_workloads("formats")[f"write-8k-{form}"].tiny(), 0, "cpu")
+    library = vllm_triton.VLLMTriton("cpu")
+    if form != "int8":
+        with pytest.raises(Declined, match=r"levels|no fp8_per_token_head"):
+            library.prepare(inputs)
+        return
+    inputs.poison_cache()
+    library.prepare(inputs).call()
+    assert check_write(inputs).ok
 
 
 def test_flashinfer_is_told_where_blocks_begin_and_how_full_the_last_one_is() -> None:

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...contract.latent_formats import find_latent_format
+
 REJECTS = ("shapes", "contents", "undeclared")
 KV_LAYOUTS = ("NHD", "HND")
 STRIDES = ("packed", "packed heads", "rows")
 DEVICES = ("cpu", "cuda")
-KINDS = ("bool", "int", "float", "tensor", "per request", "per head", "one element")
+KINDS = (
+    "bool", "int", "float", "tensor", "per request", "per head", "per slot", "one element",
+)  # fmt: skip
 """Kinds of option values, beside the values themselves."""
 ALIGNED = ("query", "key", "value", "key_cache", "value_cache", "kv_cache", "out")
 """Tensors whose addresses and strides `Support.alignment` is about."""
@@ -35,7 +39,8 @@ class Support:
             that need them are skipped. If None, all operations are expected.
         devices: Optional. "cpu", "cuda", or compute capabilities such as "sm_90".
         dtypes: Optional. Names of the element types of queries, such as "bfloat16".
-        cache_dtypes: Optional. Names of the element types of caches.
+        cache_dtypes: Optional. Names of the element types of caches, or of formats of latents that
+            are stored as records, such as "fp8_ds_mla".
         tensor_dtypes: Element types of other tensors, by argument: {"sinks": ["bfloat16"]}. A
             tensor of another type is converted for the kernel if that loses nothing. Otherwise
             the call is outside.
@@ -57,9 +62,9 @@ class Support:
             another head size than keys. A mapping gives the supported values of each:
             {"causal": "bool", "sliding_window": None, "value_head_size": [128]}. None means any
             value. A value is itself or a kind: "bool", "int", "float", "tensor", "per request",
-            "per head" or "one element". A function with a parameter `options` gets an
-            `AttentionOptions`. Any other function gets the options that are not at their default
-            as keyword arguments.
+            "per head", "per slot" (scales of a cache) or "one element". A function with a
+            parameter `options` gets an `AttentionOptions`. Any other function gets the options that
+            are not at their default as keyword arguments.
         never_together: Options that cannot be combined: [("causal", "alibi_slopes")] means that
             a call with slopes is causal.
         reads_past: Arguments past whose end the kernel reads memory that it does not use, such as
@@ -236,9 +241,13 @@ class Support:
         outputs = tensors.get("prefix_output")  # of partial results that are merged
         query = tensors.get("query", tensors.get("key", outputs))
         cache = tensors.get("key_cache")
+        stored = cache is not None and name_of(cache)
+        records = find_latent_format(tensors.get("kv_cache", torch.empty(0)))
+        if records is not None and records.name in (self.cache_dtypes or ()):
+            stored = records.name
         for what, value, taken in (
             ("dtype", query is not None and name_of(query), self.dtypes),
-            ("cache dtype", cache is not None and name_of(cache), self.cache_dtypes),
+            ("cache dtype", stored, self.cache_dtypes),
             ("block size", cache is not None and cache.shape[1], self.block_sizes),
             ("head size", query is not None and query.shape[-1], self.head_sizes),
             ("group size", _group_of(tensors), self.group_sizes),
@@ -323,6 +332,8 @@ def kind_of(name: str, value: Any) -> str:
         return "per request"
     if not name.endswith("_scale"):
         return "per head" if value.dim() == 1 else "tensor"
+    if value.dim() > 2:
+        return "per slot"
     return "one element" if value.numel() == 1 else "per head"
 
 

@@ -197,8 +197,9 @@ def _load(implementation: str, device: str) -> None:
         raise kind(f"{implementation} cannot be imported: {sentence}") from error
     support = candidate.support
     _check_names(implementation, "operations", support.operations, _operations())
-    for field in ("dtypes", "cache_dtypes"):
-        _check_names(implementation, field, getattr(support, field), _dtypes())
+    _check_names(implementation, "dtypes", support.dtypes, _dtypes())
+    stored = _dtypes() | _latent_formats()
+    _check_names(implementation, "cache_dtypes", support.cache_dtypes, stored)
     for dtypes in support.tensor_dtypes.values():
         _check_names(implementation, "tensor_dtypes", dtypes, _dtypes())
     if others := set(support.options or ()) - {*OPTION_NAMES, "scale", "out", "lse"}:
@@ -244,6 +245,12 @@ def _dtypes() -> set[str]:
     return {
         name for name, value in vars(torch).items() if isinstance(value, torch.dtype)
     }
+
+
+def _latent_formats() -> set[str]:
+    from ...contract.latent_formats import LATENT_FORMATS
+
+    return set(LATENT_FORMATS)
 
 
 def _check_names(

@@ -4,7 +4,7 @@ Codes and scales are in tensors of their own with any strides, or in pages that 
 Slots that are not allocated have scales of NaN.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -19,6 +19,7 @@ from ...contract.cache_formats import (
     split_page,
 )
 from ...contract.nvfp4_pages import split_nvfp4_page
+from ..base.support import OutsideSupport
 from ..cases.batches import LAYOUTS, NAN, empty_cache
 from ..cases.caches import CacheSizes
 from ..cases.options import Call
@@ -43,6 +44,28 @@ def format_of(seed: int, *head_sizes: int) -> CacheFormat:
 def fits(form: CacheFormat, *head_sizes: int) -> bool:
     """Return whether a format has these head sizes."""
     return not any(size % form.head_size_step for size in head_sizes)
+
+
+def try_formats(
+    forms: Iterable[CacheFormat], try_one: Callable[[CacheFormat], None]
+) -> None:
+    """Try the formats that a candidate supports, one after the other.
+
+    Args:
+        try_one: Raises OutsideSupport for a format that the candidate does not support.
+
+    Raises:
+        OutsideSupport: It supports none of them.
+    """
+    outside, tried = None, False
+    for form in forms:
+        try:
+            try_one(form)
+            tried = True
+        except OutsideSupport as why:
+            outside = why
+    if outside is not None and not tried:
+        raise outside
 
 
 @dataclass(frozen=True)

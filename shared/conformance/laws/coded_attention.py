@@ -20,7 +20,14 @@ from ..candidates.setting import Setting
 from ..cases.batches import BatchPlan
 from ..cases.choice_calls import build_call
 from ..cases.options import Call, paged_call
-from ..checks.coded_caches import CODED, coded_call, fits, format_of
+from ..checks.coded_caches import (
+    CODED,
+    PACKED,
+    coded_call,
+    fits,
+    format_of,
+    try_formats,
+)
 from ..checks.expect import Disagreement
 from ..oracles.brute_force import Answer, OracleRequest
 from ..oracles.cache_formats import most_off
@@ -69,10 +76,8 @@ def attention_over_codes_is_as_near_as_their_steps(
     """
     call = paged_call(setting.fit(plan), setting.device)
     exact = call.answer()
-    for form in CODED:
-        head_size = call.query.shape[-1]
-        if not form.is_measured or not fits(form, head_size):
-            continue
+
+    def try_one(form: CacheFormat) -> None:
         coded = coded_call(call, form, plan.seed)
         out, _ = run_call(setting, coded)
         allowed = allowed_by_steps(coded, call.requests(), form, exact)
@@ -86,6 +91,10 @@ def attention_over_codes_is_as_near_as_their_steps(
                 float(out[tuple(at)]),
                 float(exact.out[tuple(at)]),
             )
+
+    head_size = call.query.shape[-1]
+    measured = [form for form in CODED if form.is_measured and fits(form, head_size)]
+    try_formats(measured, try_one)
 
 
 def allowed_by_steps(
@@ -139,11 +148,13 @@ def attention_over_codes_finds_each_needle(
     """The needle is on the edge of a block, of a tile, or of what a query attends to."""
     plan, needles = case
     kept_needles = [(req, key) for req, key in needles if key < plan.kv_lens[req]]
-    for form in CODED:
-        if fits(form, plan.head_size):
-            call = paged_call(plan, setting.device, kept_needles)
-            call = coded_call(call, form, plan.seed)
-            expect_right(setting, call, run_call(setting, call))
+
+    def try_one(form: CacheFormat) -> None:
+        call = paged_call(plan, setting.device, kept_needles)
+        call = coded_call(call, form, plan.seed)
+        expect_right(setting, call, run_call(setting, call))
+
+    try_formats([form for form in CODED if fits(form, plan.head_size)], try_one)
 
 
 @law("paged_attention", cases=[1e-4, 1e-2, 1.0, 300.0])
@@ -155,10 +166,12 @@ def values_of_any_size_keep_their_relative_accuracy(
     call = paged_call(plan, setting.device)
     values = (call.arguments["value_cache"].float() * size).to(plan.dtype)
     call = replace(call, arguments=call.arguments | {"value_cache": values})
-    for form in CODED:
-        if form.is_measured:
-            coded = coded_call(call, form, plan.seed)
-            expect_right(setting, coded, run_call(setting, coded))
+
+    def try_one(form: CacheFormat) -> None:
+        coded = coded_call(call, form, plan.seed)
+        expect_right(setting, coded, run_call(setting, coded))
+
+    try_formats([form for form in CODED if form.is_measured], try_one)
 
 
 @law("cascade_attention", cases=[0, 1, 2])
@@ -172,7 +185,8 @@ def a_shared_prefix_of_codes_is_read_once(setting: Setting, seed: int) -> None:
     for req, row in enumerate(rows):
         row[: prefix // size] = rows[0][: prefix // size]
         table[req, : prefix // size] = table[0, : prefix // size]
-    for form in CODED:
+
+    def try_one(form: CacheFormat) -> None:
         coded = coded_call(replace(call, rows=rows), form, seed)
         shared = replace(
             coded,
@@ -180,6 +194,8 @@ def a_shared_prefix_of_codes_is_read_once(setting: Setting, seed: int) -> None:
             arguments=coded.arguments | {"common_prefix_len": prefix},
         )
         expect_right(setting, coded, run_call(setting, shared))
+
+    try_formats(CODED, try_one)
 
 
 def scales_like(call: Call, **changes: Any) -> Tensor:
@@ -214,3 +230,44 @@ def wrong_scales_of_codes_are_rejected(setting: Setting, what: str) -> None:
         if form.is_measured:
             call = coded_call(base_call(setting), form, 0)
             expect_rejected(setting, what, call, WRONG_SCALES[what])
+
+
+RANGES = {
+    "an image": (BatchPlan((30, 1, 5), (41, 33, 20), group=1), [(13, 29), (0, 32), (16, 18)]),
+    "an image that ends after the last key": (BatchPlan((30, 1), (41, 33)), [(13, 60), (0, 40)]),
+    "an image and a window": (
+        BatchPlan((24, 6), (40, 38), seed=1, head_size=64), [(20, 35), (31, 37)]
+    ),
+    "a prefix and a window": (
+        BatchPlan((1, 3, 20), (75, 70, 90), seed=2, head_size=64), [(0, 17), (0, 3), (0, 69)]
+    ),
+}  # fmt: skip
+"""Batches, and the range of keys of each request: of an image, whose tokens alone attend to it, or
+of a prefix, which all new tokens attend to. A window has 9 keys."""
+
+
+@law("paged_attention", cases=list(RANGES))
+def images_and_prefixes_of_codes_are_visible_to_their_tokens(
+    setting: Setting, name: str
+) -> None:
+    """A kernel of its own for a format must not forget the ranges of the plain one."""
+    plan, spans = RANGES[name]
+    plan = setting.fit(plan)
+    ranges = torch.full((sum(plan.query_lens), 2), -1, dtype=torch.int32)
+    token = 0
+    for new, keys, (first, last) in zip(
+        plan.query_lens, plan.kv_lens, spans, strict=True
+    ):
+        for position in range(keys - new, keys):
+            if "prefix" in name or first <= position <= last:
+                ranges[token] = torch.tensor([first, last])
+            token += 1
+    options = {"sliding_window": 9} if "window" in name else {}
+    padded = torch.nn.functional.pad(ranges, (0, 0, 0, plan.padding), value=-1)
+    call = paged_call(plan, setting.device, query_ranges=padded, **options)
+
+    def try_one(form: CacheFormat) -> None:
+        coded = coded_call(call, form, plan.seed, PACKED)
+        expect_right(setting, coded, run_call(setting, coded))
+
+    try_formats([form for form in CODED if fits(form, plan.head_size)], try_one)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...contract.latent_formats import LATENT_FORMATS, LatentFormat
+from ..base.support import OutsideSupport
 from ..candidates.setting import Setting
 from ..cases.latent_batches import LatentBatch, LatentPlan, build_latents
 from ..checks.canaries import kept
@@ -54,6 +55,14 @@ def record_batch(
     return replace(batch, **moved), on_device(records, device)
 
 
+def expect_records(setting: Setting) -> None:
+    """Raise OutsideSupport for a candidate that neither gathers records nor names a format."""
+    candidate = setting.candidate
+    named = {*(candidate.support.cache_dtypes or ())} & {*LATENT_FORMATS}
+    if "gather_latent_cache" not in candidate.operations and not named:
+        raise OutsideSupport("records")
+
+
 RECORD_PLANS = [
     LatentPlan((1, 3), (33, 20), heads=2, needle="block edge", seed=1),
     LatentPlan((1, 1, 0), (70, 16, 4), heads=3, needle="last", is_rope=True, padding=2,
@@ -63,8 +72,7 @@ RECORD_PLANS = [
 
 
 @law(
-    *WAYS,
-    "gather_latent_cache",
+    WAYS[0],
     cases=[
         (way, form, plan)
         for plan in RECORD_PLANS
@@ -76,6 +84,7 @@ def attention_over_records_is_attention_over_what_they_mean(
     setting: Setting, case: tuple[str, str, LatentPlan]
 ) -> None:
     way, name, plan = case
+    expect_records(setting)
     batch, records = record_batch(LATENT_FORMATS[name], plan, setting.device)
     changes: dict[str, Any] = {"kv_cache": records}
     if way == WAYS[1]:
@@ -90,7 +99,6 @@ LONG = LatentPlan((1, 2), (1100, 18), heads=1, needle="first", dtype=torch.float
 
 @law(
     WAYS[0],
-    "gather_latent_cache",
     cases=[(form, window) for form in LATENT_FORMATS for window in (None, 7)],
 )
 def a_decode_of_many_records_attends_to_its_window(
@@ -98,7 +106,8 @@ def a_decode_of_many_records_attends_to_its_window(
 ) -> None:
     """The keys of the long request are more than a program takes at once."""
     name, window = case
-    plan = replace(LONG, sliding_window=window)
+    expect_records(setting)
+    plan = setting.fit(replace(LONG, sliding_window=window))
     batch, records = record_batch(LATENT_FORMATS[name], plan, setting.device)
     found = run_latents(setting, batch, WAYS[0], kv_cache=records)
     expect_latents(setting, batch, WAYS[0], found, kv_cache=records)

@@ -1,7 +1,7 @@
 """vLLM: its Triton attention kernel and its Triton cache write, as its backend calls them.
 
 A decode of few requests gets buffers for sixteen segments per request. A cache gets scales whether
-it is quantised or not.
+it is quantised or not. Since vLLM 0.33 formats with a scale per token and head have modes.
 """
 
 import importlib
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....contract.cache_formats import CacheFormat
 from ..inputs import Inputs
 from .library import (
     AttentionLibrary,
@@ -45,8 +46,12 @@ class VLLMTriton(AttentionLibrary):
             raise Declined("its kernel requires a paged cache")
         if not workload.causal and inputs.max_query_len > 1:
             raise Declined("its kernel supports causal attention only")
-        decline_features(workload, {"a soft cap", "sinks", "ALiBi"})
+        taken_features = {"a soft cap", "sinks", "ALiBi"}
         attend: Any = importlib.import_module(ATTEND).unified_attention
+        taken = inspect.signature(attend).parameters
+        if "k_scale_cache" in taken:
+            taken_features.add("scales per token and head")
+        decline_features(workload, taken_features)
         out, device = inputs.fresh(), inputs.device
         reqs, window = len(workload.kv_lens), workload.sliding_window
         scales = torch.ones(reqs, workload.kv_heads, device=device)
@@ -79,23 +84,32 @@ class VLLMTriton(AttentionLibrary):
             "softmax_segm_max": torch.empty(segments, device=device),
             "softmax_segm_expsum": torch.empty(segments, device=device),
         }
-        taken = inspect.signature(attend).parameters
+        note = ""
         if workload.is_quantised and "kv_quant_mode" in taken:
             modes = type(taken["kv_quant_mode"].default)
             given["kv_quant_mode"] = modes.FP8_PER_TENSOR
+            if workload.form is not None:
+                given["kv_quant_mode"] = find_mode(modes, workload.form)
+                given["k_scale_cache"] = inputs.k_scale
+                given["v_scale_cache"] = inputs.v_scale
+                if workload.form.codes_per_element == 2:
+                    note = "rounds rotated queries to 16 bits"
         given = {name: value for name, value in given.items() if name in taken}
 
         def call() -> Tensor:
             attend(**given)
             return out
 
-        return Prepared(call)
+        return Prepared(call, note=note, rounds_more=bool(note))
 
     @staticmethod
     def _write(inputs: Inputs) -> Prepared:
-        write: Any = importlib.import_module(WRITE).triton_reshape_and_cache_flash
-        one = torch.ones(1, device=inputs.device)
+        module: Any = importlib.import_module(WRITE)
         caches = (inputs.key_cache, inputs.value_cache)
+        if inputs.workload.form is not None:
+            return write_coded(module, inputs, inputs.workload.form)
+        write = module.triton_reshape_and_cache_flash
+        one = torch.ones(1, device=inputs.device)
         return Prepared(
             lambda: write(
                 inputs.key,
@@ -107,3 +121,43 @@ class VLLMTriton(AttentionLibrary):
                 one,
             )
         )
+
+
+def find_mode(modes: Any, form: CacheFormat) -> Any:
+    """Return vLLM's mode of a format.
+
+    Raises:
+        Declined: Its kernels do not have the format.
+    """
+    mode = getattr(modes, form.name.upper(), None)
+    if mode is None or not form.has_token_scales:
+        raise Declined(f"its kernels have no {form.name}")
+    return mode
+
+
+def write_coded(module: Any, inputs: Inputs, form: CacheFormat) -> Prepared:
+    """Return a write that measures a scale per token and head.
+
+    Raises:
+        Declined: The version has no such write, or it writes other codes.
+    """
+    write = getattr(module, "triton_reshape_and_cache_flash_per_token_head_quant", None)
+    if write is None:
+        raise Declined(f"its write has no {form.name}")
+    if form.codes_per_element == 2:
+        raise Declined(
+            "it writes other codes of four bits: its levels need not include 0"
+        )
+    mode = find_mode(module.KVQuantMode, form)
+    return Prepared(
+        lambda: write(
+            inputs.key,
+            inputs.value,
+            inputs.key_cache,
+            inputs.value_cache,
+            inputs.k_scale,
+            inputs.v_scale,
+            inputs.slot_mapping,
+            mode,
+        )
+    )
