@@ -180,6 +180,18 @@ def test_a_write_by_the_other_rule_of_nvfp4_is_found(name: str) -> None:
     assert found is not None and found.law == "cache write"
 
 
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+def test_block_scales_are_equal_where_fp8_numbers_may_differ(side: str) -> None:
+    """They have a dtype of FP8 caches, whose numbers may differ by a code in other engines."""
+    coded = Coded("nvfp4")
+    write = RecordedWrite(
+        "layer", *coded.new, *coded.parts[:2], coded.scales, 1, format_name="nvfp4"
+    )
+    assert check_write(write, STEP, TOKENS, REFERENCE.reshape_and_cache) is None
+    coded.flip(side)
+    assert check_write(write, STEP, TOKENS, REFERENCE.reshape_and_cache) is not None
+
+
 @pytest.mark.parametrize("side", ["k_global_scale", "v_global_scale"])
 def test_a_wrong_global_scale_is_found(side: str, tmp_path: Path) -> None:
     """In the write, and in the rows that were read with it."""
