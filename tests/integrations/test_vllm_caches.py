@@ -1,11 +1,12 @@
 """Quantised caches in the vLLM plugin: scales that are measured, in vLLM's pages."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS
 from pagetwin.contract.layer_pages import (
     head_slots,
@@ -30,10 +31,10 @@ from support.vllm_steps import (
     attention_spec,
     make_cache,
 )
+from torch import Tensor
 
 pytestmark = pytest.mark.quick
 
-run: Any = load_implementation("reference")
 
 OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 MIXED = [(20, 3, 1), (1, 1, 17), (1, 4, 1)]
@@ -340,47 +341,47 @@ def test_pages_of_other_shapes_are_rejected() -> None:
         state_bytes(FORMATS[VLLM_RULE], 36, 36)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "optimized"])
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
-def test_a_cache_of_block_scales_is_read_in_every_layout(layout: KVCacheLayout) -> None:
+def test_a_cache_of_block_scales_is_used_in_every_layout(
+    layout: KVCacheLayout, implementation: str
+) -> None:
     """Heads outside of the blocks have their own codes and scales together."""
     blocks, slots, heads, size = 5, 16, 3, 64
-    key, value = torch.randn(
-        2, 20, heads, size, generator=torch.Generator().manual_seed(1)
-    )
-    spec = KVCacheSpec(
-        slots,
-        heads,
-        size,
-        torch.uint8,
-        num_head_slots=2 * heads,
-        state_content_bytes=36,
-    )
+    random = torch.Generator().manual_seed(1)
+    key, value, query = torch.randn(3, 20, heads, size, generator=random)
+    content = {"num_head_slots": 2 * heads, "state_content_bytes": 36}
+    spec = KVCacheSpec(slots, heads, size, torch.uint8, **content)
     shape = compute_kv_cache_shape_bytes(spec, blocks)
     strides = compute_layout_strides(spec, blocks, 2, layout)
     raw = torch.full((2 * blocks * spec.page_size_bytes,), 170, dtype=torch.uint8)
-    layers = [
-        raw.as_strided(shape, strides[1:], index * strides[0]) for index in range(2)
-    ]
-    given = {"k_global_scale": 0.5, "v_global_scale": 2.0}
-    parts = [split_scaled_cache(layer, size, FORMATS["nvfp4"]) for layer in layers]
-    places = [part.untyped_storage().data_ptr() for both in parts for part in both]
-    assert set(places) == {raw.data_ptr()}
-    for own in parts:
-        run.reshape_and_cache(
-            key, value, *own[:2], torch.arange(20) + 7, *own[2:], **given
-        )
-    apart = [part.clone() for part in parts[0]]
-    run.reshape_and_cache(
-        key, value, *apart[:2], torch.arange(20) + 7, *apart[2:], **given
-    )
-    for own in parts:
-        for found, told in zip(own, apart, strict=True):
-            assert torch.equal(found.view(torch.uint8), told.view(torch.uint8))
-    # what was written is what has changed, no byte twice
-    changed = 2 * 20 * heads * 2 * 36
-    assert (
-        int((raw != 170).sum()) > 0.98 * changed and int((raw != 170).sum()) <= changed
-    )
+    factors = {"k_global_scale": 0.5, "v_global_scale": 2.0}
+
+    def results(twin: Any, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the slots hold after a write, and attention over them."""
+        scales = dict(zip(("k_scale", "v_scale"), parts[2:], strict=True)) | factors
+        twin.reshape_and_cache(key, value, *parts[:2], torch.arange(20) + 16, **scales)
+        table, lens = torch.tensor([[1, 2]]).int(), torch.tensor([20]).int()
+        out = twin.paged_attention(
+            query[-1:], *parts[:2], table, torch.tensor([0, 1]).int(), lens, 1, 20,
+            options=AttentionOptions(**scales),
+        )  # fmt: skip
+        return [*(part.contiguous().view(torch.uint8) for part in parts), out]
+
+    reference = load_implementation("reference")
+    for index in range(2):
+        layer = raw.as_strided(shape, strides[1:], index * strides[0])
+        parts = split_scaled_cache(layer, size, FORMATS["nvfp4"])
+        assert {part.untyped_storage().data_ptr() for part in parts} == {raw.data_ptr()}
+        apart = [part.contiguous().clone() for part in parts]
+        told = results(reference, apart)
+        found = results(load_implementation(implementation), parts)
+        for one, other in zip(found[:4], told[:4], strict=True):
+            assert torch.equal(one, other)
+        torch.testing.assert_close(found[4], told[4], atol=1e-5, rtol=1e-5)
+    # a byte of each code and scale has changed, unless it was that before
+    changed, stored = int((raw != 170).sum()), 2 * 20 * heads * 2 * 36
+    assert 0.98 * stored < changed <= stored
 
 
 def test_a_page_of_head_slots_in_turn_is_a_view() -> None:
