@@ -261,7 +261,7 @@ def _names(module: str, name: str, attribute: str) -> set[str]:
         elif ast.unparse(element) == "*FP8_NAMES":
             found |= set(CACHE_DTYPE_NAMES)
         elif ast.unparse(element) == "*SCALED_NAMES":
-            found |= {name for name, form in FORMATS.items() if form.has_token_scales}
+            found |= {name for name, form in FORMATS.items() if form.is_measured}
     return found
 
 

@@ -99,6 +99,16 @@ class CacheFormat:
         return ScaleAxes.TOKEN_HEAD in self.scales
 
     @property
+    def has_global_scale(self) -> bool:
+        """Whether a number that is given multiplies the scales that are stored."""
+        return ScaleAxes.BLOCK in self.scales
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales that are stored."""
+        return torch.float8_e4m3fn if self.channels_per_scale else torch.float32
+
+    @property
     def head_size_step(self) -> int:
         """What head sizes are multiples of."""
         return self.channels_per_scale or self.codes_per_element
@@ -122,16 +132,50 @@ class CacheFormat:
             head_size=head_size,
             value_head_size=value_head_size,
         )
-        stored = self.elements(head_size) + self.elements(value_head_size)
-        size = stored * (self.dtype or dtype).itemsize
-        size += self.scale_bytes(head_size) + self.scale_bytes(value_head_size)
-        return block_size * kv_heads * size
+        sizes = (head_size, value_head_size)
+        rows = [self.row_bytes(size, self.dtype or dtype) for size in sizes]
+        return block_size * kv_heads * sum(rows)
+
+    def row_bytes(self, head_size: int, dtype: torch.dtype = torch.uint8) -> int:
+        """Return the bytes of a key or value, and of the scales that are stored with it.
+
+        Args:
+            dtype: Of the stored elements.
+        """
+        codes = self.elements(head_size) * dtype.itemsize
+        return codes + self.scale_bytes(head_size)
 
     def scale_bytes(self, head_size: int) -> int:
         """Return the bytes of the scales that are stored with a key or value."""
         if self.channels_per_scale:
             return head_size // self.channels_per_scale
         return 4 * self.is_measured
+
+    def empty_scales(self, codes: Tensor) -> Tensor:
+        """Return memory for the scales that are stored with keys or values.
+
+        Args:
+            codes: [..., kv_heads, elements].
+
+        Returns:
+            [..., kv_heads] float32; or [..., kv_heads, blocks] float8_e4m3fn.
+        """
+        blocks = self.scale_bytes(head_size_of(codes)) // self.scale_dtype.itemsize
+        shape = (*codes.shape[:-1], blocks)
+        scales = torch.empty(shape, dtype=self.scale_dtype, device=codes.device)
+        return scales if self.channels_per_scale else scales.squeeze(-1)
+
+    def view_scales(self, stored: Tensor) -> Tensor:
+        """Return the scales in bytes of a page.
+
+        Args:
+            stored: [..., kv_heads, bytes] an element per byte.
+
+        Returns:
+            [..., kv_heads] float32; or [..., kv_heads, blocks] float8_e4m3fn.
+        """
+        scales = stored.view(self.scale_dtype)
+        return scales if self.channels_per_scale else scales.squeeze(-1)
 
     def elements(self, head_size: int) -> int:
         """Return the stored elements of a key or value.
@@ -159,7 +203,7 @@ FORMATS = {
             file="fp8",
             dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.TENSOR, ScaleAxes.HEAD),
-            aliases=("fp8",),
+            aliases=("fp8", "fp8_inc"),
         ),
         CacheFormat(
             name="fp8_e5m2",
@@ -380,35 +424,42 @@ def split_page(
         page: [num_blocks, block_size, kv_heads, bytes] uint8 or int8, with any strides but 1 for
             the last axis. A page that is stored head by head is a transposed view.
         head_size, value_head_size: Elements of a key and of a value.
-        form: A format with a scale per token and head.
+        form: A format whose scales are measured.
 
     Returns:
         key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
 
     Raises:
         ValueError: a slot has another number of bytes, a scale does not begin at a multiple of
-            4 bytes, or the codes of a key or value do not fill its bytes.
+            its own bytes, or the codes of a key or value do not fill its bytes.
     """
-    assert form.dtype is not None and ScaleAxes.TOKEN_HEAD in form.scales
-    elements, value_elements = form.elements(head_size), form.elements(value_head_size)
-    sizes = [elements * form.dtype.itemsize, 4, value_elements * form.dtype.itemsize, 4]
+    assert form.dtype is not None and form.is_measured
+    sizes = [
+        width
+        for size in (head_size, value_head_size)
+        for width in (
+            form.elements(size) * form.dtype.itemsize,
+            form.scale_bytes(size),
+        )
+    ]
     if page.shape[-1] != sum(sizes):
         raise ValueError(
             f"page has shape {list(page.shape)}: expected {sum(sizes)} bytes per slot and head"
         )
     starts = [*page.stride()[:-1], page.storage_offset(), sizes[0], sizes[2]]
-    if page.stride(-1) != 1 or any(start % 4 for start in starts):
+    unit = form.scale_dtype.itemsize
+    if page.stride(-1) != 1 or any(start % unit for start in starts):
         raise ValueError(
             f"head_size = {head_size} and value_head_size = {value_head_size} in a page with"
-            f" strides {list(page.stride())}: expected scales at multiples of 4 bytes; keep them"
-            " in tensors of their own"
+            f" strides {list(page.stride())}: expected bytes without gaps, and scales at multiples"
+            f" of {unit} bytes; keep them in tensors of their own"
         )
     key, k_scale, value, v_scale = torch.split(page, sizes, dim=-1)
     return (
         key.view(form.dtype),
         value.view(form.dtype),
-        k_scale.view(torch.float32).squeeze(-1),
-        v_scale.view(torch.float32).squeeze(-1),
+        form.view_scales(k_scale),
+        form.view_scales(v_scale),
     )
 
 

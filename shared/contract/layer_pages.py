@@ -2,19 +2,20 @@
 
 The bytes of one slot and head are, in this order, the codes of its key, the key's scale, the codes
 of its value and the value's scale. In vLLM 0.25 keys and values are halves of a block instead, each
-with its scales.
+with its scales. vLLM's pages with block scales are those of `nvfp4_pages.py`.
 """
+
+from math import lcm
 
 import torch
 from torch import Tensor
 
 from .cache_formats import FORMATS, PLAIN, CacheFormat, ScaleAxes, split_page
+from .nvfp4_pages import split_nvfp4_cache
 
 
 def is_layer_format(form: CacheFormat) -> bool:
-    """Return whether layers take a format: one scale per token and head, or for all, or none."""
-    if form.channels_per_scale:
-        return False
+    """Return whether layers take a format: scales that are measured, one for all, or none."""
     return form is PLAIN or form.is_measured or ScaleAxes.TENSOR in form.scales
 
 
@@ -66,13 +67,13 @@ def check_stored_format(name: str, dtype: torch.dtype, *head_sizes: int) -> Cach
 
 
 def measured_format(name: str) -> CacheFormat | None:
-    """Return the format with vLLM's name that has a scale per token and head; None for others.
+    """Return the format with vLLM's name whose scales are measured; None for others.
 
     Args:
         name: vLLM's name of a cache's dtype, or one of ours.
     """
     form = FORMATS.get(name)
-    return form if form is not None and form.has_token_scales else None
+    return form if form is not None and form.is_measured else None
 
 
 def why_no_page(form: CacheFormat, head_size: int) -> str:
@@ -88,17 +89,22 @@ def why_no_page(form: CacheFormat, head_size: int) -> str:
 scales begin at multiples of 4 bytes'
     """
     assert form.dtype is not None
-    step = 4 // form.dtype.itemsize * form.codes_per_element
+    unit = form.scale_dtype.itemsize
+    aligned = unit // form.dtype.itemsize * form.codes_per_element
+    step = lcm(aligned, form.head_size_step)
     if head_size % step == 0:
         return ""
+    why = f"as scales begin at multiples of {unit} bytes"
+    if form.channels_per_scale:
+        why = "the channels of a scale"
     return (
         f"head_size = {head_size} with kv_cache_dtype = {form.name}: expected a multiple of"
-        f" {step}, as scales begin at multiples of 4 bytes"
+        f" {step}, {why}"
     )
 
 
 def state_bytes(form: CacheFormat, head_size: int, value_head_size: int) -> int:
-    """Return the bytes of one slot and head: codes and scale of a key, and those of a value.
+    """Return the bytes of one slot and head: codes and scales of a key, and those of a value.
 
     Args:
         form: A format whose scales are measured.
@@ -120,6 +126,34 @@ def state_bytes(form: CacheFormat, head_size: int, value_head_size: int) -> int:
     return form.page_bytes(1, 1, head_size, value_head_size, form.dtype)
 
 
+def head_slots(
+    form: CacheFormat, kv_heads: int, head_size: int, value_head_size: int
+) -> tuple[int, int]:
+    """Return the head slots of vLLM's page, and the bytes of one slot of a block in each.
+
+    Args:
+        form: A format whose scales are measured.
+        kv_heads: Heads of keys and values.
+        head_size, value_head_size: Elements of a key and of a value.
+
+    Raises:
+        ValueError: A page cannot hold them.
+
+    Example:
+        In nvfp4 the keys of a head and its values have head slots of their own, if they have one
+        size.
+
+        >>> head_slots(FORMATS["nvfp4"], 8, 128, 128)
+        (16, 72)
+        >>> head_slots(FORMATS["int8_per_token_head"], 8, 128, 128)
+        (8, 264)
+    """
+    content = state_bytes(form, head_size, value_head_size)
+    if form.channels_per_scale and head_size == value_head_size:
+        return 2 * kv_heads, content // 2
+    return kv_heads, content
+
+
 def split_scaled_cache(
     kv_cache: Tensor, head_size: int, form: CacheFormat
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -129,6 +163,7 @@ def split_scaled_cache(
         kv_cache: uint8 or int8, with any strides but 1 for the last axis. [num_blocks, 2,
             block_size, kv_heads, bytes] as in vLLM 0.25, whose halves hold keys and values with a
             scale at the end; or [num_blocks, kv_heads, block_size, bytes], as in 0.26 and later.
+            With block scales, as in `split_nvfp4_cache`.
         head_size: Elements of a key.
         form: A format whose scales are measured.
 
@@ -144,6 +179,10 @@ def split_scaled_cache(
         codes, and two [100, 16, 8] of scales.
     """
     assert form.dtype is not None
+    if reason := why_no_page(form, head_size):
+        raise ValueError(reason)
+    if form.channels_per_scale:
+        return split_nvfp4_cache(kv_cache, head_size)
     codes = form.elements(head_size) * form.dtype.itemsize
     width = kv_cache.shape[-1]
     if kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and width == codes + 4:
@@ -158,8 +197,6 @@ def split_scaled_cache(
             f" kv_heads, {codes + 4}] or [num_blocks, kv_heads, block_size, bytes] with more than"
             f" {codes + 8} bytes, codes and a scale of each key and value"
         )
-    if reason := why_no_page(form, head_size):
-        raise ValueError(reason)
     (key, k_scale), (value, v_scale) = (
         split_half(half, head_size, head_size, form) for half in halves
     )
@@ -172,25 +209,28 @@ def split_half(
     """Return views of the codes and the scales of the keys, or of the values.
 
     Args:
-        half: [num_blocks, block_size, kv_heads, bytes], codes of a head and then their scale.
+        half: [num_blocks, block_size, kv_heads, bytes], codes of a head and then their scales.
         head_size: elements that have a place in it.
         first: elements whose codes are returned, the first ones.
         form: a format whose scales are measured.
 
     Returns:
-        [num_blocks, block_size, kv_heads, elements] and [num_blocks, block_size, kv_heads].
+        [num_blocks, block_size, kv_heads, elements], and [num_blocks, block_size, kv_heads] or
+        [num_blocks, block_size, kv_heads, blocks].
 
     Raises:
-        ValueError: a scale does not begin at a multiple of 4 bytes.
+        ValueError: a scale does not begin at a multiple of its own bytes.
     """
     assert form.dtype is not None
     starts = [*half.stride()[:-1], half.storage_offset()]
-    if half.stride(-1) != 1 or any(start % 4 for start in starts):
+    unit = form.scale_dtype.itemsize
+    if half.stride(-1) != 1 or any(start % unit for start in starts):
         raise ValueError(
             f"kv_cache has strides {list(half.stride())} and begins at byte"
-            f" {half.storage_offset()}: expected scales at multiples of 4 bytes, in bytes without"
-            " gaps"
+            f" {half.storage_offset()}: expected scales at multiples of {unit} bytes, in bytes"
+            " without gaps"
         )
-    codes, scale = torch.split(half, [form.elements(head_size), 4], dim=-1)
-    numbers = scale.view(torch.float32).squeeze(-1)
-    return codes[..., : form.elements(first)].view(form.dtype), numbers
+    sizes = [form.elements(head_size), form.scale_bytes(head_size)]
+    codes, scales = torch.split(half, sizes, dim=-1)
+    used = form.view_scales(scales[..., : form.scale_bytes(first)])
+    return codes[..., : form.elements(first)].view(form.dtype), used

@@ -1,7 +1,8 @@
 """Pages of the format nvfp4: the codes and block scales of keys and values in one block of memory.
 
 The bytes of a page are, in this order, the codes of all keys, their block scales, the codes of all
-values and their block scales. vLLM's FlashInfer backend stores them so.
+values and their block scales. vLLM's FlashInfer backend stores them so. A *head slot* holds the
+keys or the values of one head: the codes of all slots of a block, and then their block scales.
 """
 
 import torch
@@ -20,6 +21,7 @@ def split_nvfp4_page(
     head_size: int,
     value_head_size: int | None = None,
     by_head: bool = False,
+    alternates: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return views of the keys, the values and their block scales in pages.
 
@@ -30,13 +32,16 @@ def split_nvfp4_page(
         head_size: Channels of a key.
         value_head_size: Optional. Channels of a value. If None, as many as of a key.
         by_head: Whether the slots of a head are stored together (HND), or the heads of a slot.
+        alternates: Whether a page is head slots of keys and values in turn, as those of MiniMax-M3
+            are. Keys and values then have one size, and `by_head` is not used.
 
     Returns:
         key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them: [num_blocks,
         block_size, kv_heads, head_size / 2] uint8, and [..., head_size / 16] float8_e4m3fn.
 
     Raises:
-        ValueError: A page has fewer bytes, or a head size is not a multiple of 16.
+        ValueError: A page has fewer bytes, a head size is not a multiple of 16, or the values of
+            head slots have another size than the keys.
 
     Source:
         vLLM 0.33, `_nvfp4_kv_views` of the FlashInfer backend.
@@ -64,6 +69,14 @@ def split_nvfp4_page(
         raise ValueError(
             f"page has strides {list(page.stride())}: expected 1 for its bytes"
         )
+    if alternates:
+        if value_head_size != head_size:
+            raise ValueError(
+                f"value_head_size = {value_head_size} in head slots: expected head_size ="
+                f" {head_size}, as head slots have one size"
+            )
+        slots = page[:, :expected].view(len(page), 2 * kv_heads, block_size, -1)
+        return split_head_slots(slots[:, ::2], slots[:, 1::2], head_size)
     parts, start = [], page.storage_offset()
     for size in (head_size, value_head_size):
         for width in (NVFP4.elements(size), NVFP4.scale_bytes(size)):
@@ -74,8 +87,107 @@ def split_nvfp4_page(
             parts.append(page.as_strided(shape, (page.stride(0), slot, head, 1), start))
             start += block_size * kv_heads * width
     key, k_scale, value, v_scale = parts
-    scale_dtype = torch.float8_e4m3fn
-    return key, value, k_scale.view(scale_dtype), v_scale.view(scale_dtype)
+    return key, value, NVFP4.view_scales(k_scale), NVFP4.view_scales(v_scale)
+
+
+def split_nvfp4_cache(
+    kv_cache: Tensor, head_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return views of keys, values and their block scales in one layer's cache of vLLM.
+
+    A block whose bytes are contiguous is a page of `split_nvfp4_page`. If the heads are outside of
+    the blocks or of the layers (LHBNC, BHLNC), each has head slots.
+
+    Args:
+        kv_cache: uint8 with any distance of its blocks. [num_blocks, 2 * kv_heads, block_size,
+            bytes], a head slot per key head and then per value head; [num_blocks, kv_heads,
+            block_size, bytes of key and value] for values of another size; or [num_blocks, 2,
+            block_size, kv_heads, bytes], as in vLLM 0.25.
+        head_size: Channels of a key.
+
+    Returns:
+        key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
+
+    Raises:
+        ValueError: The cache has none of these shapes, or gaps between its bytes.
+
+    Example:
+        2 heads of 64 in blocks of 16: [100, 4, 16, 36].
+
+        >>> parts = split_nvfp4_cache(torch.zeros(100, 4, 16, 36, dtype=torch.uint8), 64)
+        >>> [list(part.shape) for part in parts[1:3]]
+        [[100, 16, 2, 32], [100, 16, 2, 4]]
+    """
+    shape, width = list(kv_cache.shape), NVFP4.row_bytes(head_size)
+    value_size, per_scale = head_size, NVFP4.row_bytes(NVFP4.channels_per_scale)
+    if kv_cache.dim() == 5 and shape[1] == 2 and shape[4] == width:
+        heads, slots = 3, 2
+    elif kv_cache.dim() == 4 and shape[3] == width and shape[1] % 2 == 0:
+        heads, slots = 1, 2
+    elif (
+        kv_cache.dim() == 4 and shape[3] > width and (shape[3] - width) % per_scale == 0
+    ):
+        heads, slots = 1, 2
+        value_size = (shape[3] - width) // per_scale * NVFP4.channels_per_scale
+    else:
+        raise ValueError(
+            f"kv_cache has shape {shape}: expected [num_blocks, 2 * kv_heads, block_size, {width}],"
+            f" or [num_blocks, 2, block_size, kv_heads, {width}], codes and block scales of"
+            f" {head_size} channels"
+        )
+    strides = kv_cache.stride()
+    if _is_contiguous_in_blocks(kv_cache):
+        size = kv_cache[:1].numel()
+        page = kv_cache.as_strided((shape[0], size), (strides[0], 1))
+        kv_heads = size // shape[slots] // (width + NVFP4.row_bytes(value_size))
+        by_head = strides[heads] > strides[slots]
+        return split_nvfp4_page(
+            page, shape[slots], kv_heads, head_size, value_size, by_head
+        )
+    if kv_cache.dim() != 4 or value_size != head_size or strides[2:] != (width, 1):
+        raise ValueError(
+            f"kv_cache has shape {shape} and strides {list(strides)}: expected blocks, or head"
+            " slots, without gaps between their bytes"
+        )
+    middle = shape[1] // 2
+    return split_head_slots(kv_cache[:, :middle], kv_cache[:, middle:], head_size)
+
+
+def split_head_slots(
+    keys: Tensor, values: Tensor, head_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return views of the codes and block scales in head slots.
+
+    Args:
+        keys, values: [num_blocks, kv_heads, block_size, bytes] uint8, contiguous but for the first
+            two axes.
+        head_size: Channels of a key, and of a value.
+
+    Returns:
+        key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
+    """
+    parts = []
+    for slots in (keys, values):
+        blocks, heads, block_size, _ = slots.shape
+        start = slots.storage_offset()
+        for width in (NVFP4.elements(head_size), NVFP4.scale_bytes(head_size)):
+            shape = (blocks, block_size, heads, width)
+            strides = (slots.stride(0), width, slots.stride(1), 1)
+            parts.append(slots.as_strided(shape, strides, start))
+            start += block_size * width
+    key, k_scale, value, v_scale = parts
+    return key, value, NVFP4.view_scales(k_scale), NVFP4.view_scales(v_scale)
+
+
+def _is_contiguous_in_blocks(kv_cache: Tensor) -> bool:
+    """Return whether the bytes of a block are contiguous, in any order of its axes."""
+    step = 1
+    axes = zip(kv_cache.stride()[1:], kv_cache.shape[1:], strict=True)
+    for stride, size in sorted(axes):
+        if size > 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def swizzled_places(block_size: int, scales: int) -> Tensor:

@@ -30,6 +30,7 @@ from ..validation.impl import (
     check_own_keys,
     check_stored_heads,
     check_whole_prompts,
+    read_global_scales,
 )
 
 
@@ -39,7 +40,8 @@ class LayerCache(NamedTuple):
     Args:
         key, value: [num_blocks, block_size, kv_heads, head_size] and [num_blocks, block_size,
             kv_heads, head_size_v] views; of a packed format, their stored elements.
-        scales: `k_scale` and `v_scale` of a quantised cache; empty if it is not quantised.
+        scales: `k_scale` and `v_scale` of a quantised cache, and what multiplies block scales;
+            empty if it is not quantised.
         format_name: Optional. Name of a format whose scales the cache stores. If None, they are
             the layer's.
     """
@@ -74,8 +76,8 @@ class AttentionImpl(ABC):
             all keys are visible.
         kv_cache_dtype: "auto" if the cache has the dtype of the keys; "fp8", "fp8_e4m3" or
             "fp8_e5m2" if it has FP8 elements, which are multiplied by the layer's `_k_scale` and
-            `_v_scale`; or the name of a format with a scale per token and head, which is stored
-            after the codes of each head.
+            `_v_scale`; or the name of a format with measured scales, which are stored after the
+            codes of each head. `_k_scale_float` and `_v_scale_float` multiply block scales.
         logits_soft_cap: Cap of the scores. If None or 0, scores are not capped.
         attn_type: "decoder", "encoder", "encoder_only" or "encoder_decoder".
         kv_sharing_target_layer_name: An earlier layer whose cache this one reads; it then writes
@@ -269,13 +271,13 @@ class AttentionImpl(ABC):
         """Return the layer's cache: its keys, its values in their own head size, its scales.
 
         Args:
-            layer: the layer, whose scales an FP8 cache with one scale needs.
+            layer: the layer, whose scales FP8 caches with one scale and block scales need.
             key_cache, value_cache: [num_blocks, block_size, kv_heads, stored_head_size].
             dtype: dtype of the model.
 
         Raises:
             TypeError: the cache does not have the layer's dtype.
-            ValueError: the layer has no scales.
+            ValueError: the layer has no scales, or one per head where block scales need one.
         """
         check_cache_dtype(key_cache, self.kv_cache_dtype, dtype)
         form = layer_format(self.kv_cache_dtype)
@@ -284,7 +286,8 @@ class AttentionImpl(ABC):
             sizes = self.head_size, self.head_size_v
             key, k_scale = split_half(key_cache, self.head_size, self.head_size, form)
             value, v_scale = split_half(value_cache, *sizes, form)
-            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            stored = {"k_scale": k_scale, "v_scale": v_scale}
+            scales = stored | read_global_scales(layer, form)
             return LayerCache(key, value, scales, form.name)
         scales = self._scales(layer, key_cache) if form.is_quantised else {}
         return LayerCache(key_cache, value_cache[..., : self.head_size_v], scales)

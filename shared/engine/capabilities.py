@@ -24,7 +24,7 @@ class Capabilities:
         accept_output_buffer: whether its layers write into an output tensor of the caller.
         supported_dtypes: dtypes of the model, and so of a cache whose dtype is "auto".
         supported_kv_cache_dtypes: further dtypes of a cache, which one number for all multiplies.
-        stores_scales: whether its layers take caches that store a scale per token and head.
+        stores_scales: whether its layers take caches that store the scales that a write measures.
         supported_kernel_block_sizes: block sizes of its kernels. If empty, any. A block of the
             engine may consist of several kernel blocks.
         supported_kv_cache_layouts: Optional. Layouts, the most preferred first. If None, any.
@@ -92,7 +92,7 @@ class Capabilities:
         """Return whether it supports caches of that dtype: a name, "auto" or None (the model's).
 
         Quantised ones have the names of their formats: "fp8" or "fp8_e4m3", "fp8_e5m2", and those
-        with a scale per token and head.
+        whose scales are measured.
         """
         if kv_cache_dtype is None or kv_cache_dtype == "auto":
             return True

@@ -115,9 +115,9 @@ class Attention(nn.Module):
         self.sliding_window = config.sliding_window if window is None else window
         self.kv_cache_dtype = config.cache_dtype
         self._form = layer_format(self.kv_cache_dtype)
-        # a format that stores its scales measures them at each write
+        # scales per token are measured at each write; a global scale is one of the layer's
         self.calculate_kv_scales = (
-            config.calculate_kv_scales and not self._form.is_measured
+            config.calculate_kv_scales and not self._form.has_token_scales
         )
         self.use_mla = use_mla
         self.layer_name = prefix
@@ -362,8 +362,8 @@ class Attention(nn.Module):
         are already in the cache are not rescaled.
 
         Args:
-            k_scale, v_scale: Optional. Factor of the cache's elements: one number, or
-                [num_kv_heads]. If None, the scale is not changed.
+            k_scale, v_scale: Optional. Factor of the cache's elements, or of its block scales: one
+                number, or for elements [num_kv_heads]. If None, the scale is not changed.
 
         Raises:
             ValueError: a scale has another shape, or is not finite and above 0.
@@ -373,7 +373,8 @@ class Attention(nn.Module):
                 continue
             old: Tensor = getattr(self, name)
             scale = torch.as_tensor(given, dtype=torch.float32, device=old.device)
-            check_new_scale(name[1:], scale, self.num_kv_heads)
+            heads = None if self._form.has_global_scale else self.num_kv_heads
+            check_new_scale(name[1:], scale, heads)
             setattr(self, name, scale.clone())
             number = float(scale) if scale.numel() == 1 else None
             setattr(self, f"{name}_float", number)

@@ -251,8 +251,7 @@ class Recorder:
             layer: name of the layer, unique in the engine.
             key, value: [tokens, kv_heads, head_size]; None if the layer writes nothing.
             key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
-            scales: Optional. `k_scale` and `v_scale` of a quantised cache, measured ones after the
-                write. If None, no scales.
+            scales: Optional. As in `RecordedWrite`. If None, no scales.
             group: the layers whose metadata the layer uses.
             names, format_name: as in `RecordedWrite`.
         """

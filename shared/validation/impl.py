@@ -76,10 +76,12 @@ def _check_stored(form: CacheFormat, head_size: int, head_size_v: int) -> None:
     """Raise an error for heads whose codes and scales do not fit a slot."""
     if reason := why_no_page(form, head_size):
         raise ValueError(reason)
-    if head_size_v % form.codes_per_element:
+    step = form.head_size_step
+    if head_size_v % step:
+        what = "channels of a scale" if form.channels_per_scale else "codes in a byte"
         raise ValueError(
             f"head_size_v = {head_size_v} with kv_cache_dtype = {form.name!r}: expected a multiple"
-            f" of {form.codes_per_element}, the codes in a byte"
+            f" of {step}, the {what}"
         )
 
 
@@ -211,13 +213,13 @@ def check_cache_dtype(
 
 
 def check_stored_heads(key_cache: Tensor, head_size: int, form: CacheFormat) -> None:
-    """Reject a cache whose slots do not hold the codes and the scale of a head."""
+    """Reject a cache whose slots do not hold the codes and the scales of a head."""
     expected = state_bytes(form, head_size, head_size) // 2
     if key_cache.shape[-1] != expected:
         raise ValueError(
             f"kv_cache has {key_cache.shape[-1]} elements per head and kv_cache_dtype ="
-            f" {form.name!r}: expected {expected}, the bytes of {head_size} codes and a scale;"
-            " a spec has them as stored_head_size"
+            f" {form.name!r}: expected {expected}, the bytes of {head_size} codes and their"
+            " scales; a spec has them as stored_head_size"
         )
 
 
@@ -229,6 +231,32 @@ def check_layer_scale(layer: object, name: str) -> Any:
             f"layer has no {name}: expected a layer with scales, as its cache is quantised"
         )
     return scale
+
+
+def read_global_scales(layer: object, form: CacheFormat) -> dict[str, float]:
+    """Return what multiplies the block scales of a layer's cache, by the name of the option.
+
+    Nothing is read from a device: vLLM's layers have their scales on the host too.
+
+    Returns:
+        `k_global_scale` and `v_global_scale`; empty if the format has none.
+
+    Raises:
+        ValueError: the layer has no such number, or one per head.
+    """
+    if not form.has_global_scale:
+        return {}
+    found: dict[str, float] = {}
+    for side in "kv":
+        number = getattr(layer, f"_{side}_scale_float", None)
+        if number is None:
+            raise ValueError(
+                f"layer has no number _{side}_scale_float: expected one for all heads, as"
+                f" kv_cache_dtype = {form.name!r} multiplies block scales by it; 1.0 takes them as"
+                " they are"
+            )
+        found[f"{side}_global_scale"] = number
+    return found
 
 
 def check_encoder_fields(metadata: Any) -> None:

@@ -51,7 +51,7 @@ def check_kv_sharing_target(layer: Any, target: str, layers: Mapping[str, Any]) 
 
 
 def check_latent_format(name: str, use_mla: bool, form: CacheFormat) -> None:
-    """Raise if a layer of latent attention is to store a scale per token and head."""
+    """Raise if a layer of latent attention is to store scales that a write measures."""
     if use_mla and form.is_measured:
         raise ValueError(
             f"layer {name!r}: kv_cache_dtype = {form.name!r} and use_mla: expected auto or an FP8"
@@ -77,6 +77,6 @@ def check_scale_inputs(**tensors: Tensor | None) -> None:
             )
 
 
-def check_new_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
-    """Reject a scale that is not one number, or one per kv head."""
+def check_new_scale(name: str, scale: Tensor, num_kv_heads: int | None) -> None:
+    """Reject a scale that is not one number, or one per kv head; None allows one number alone."""
     check_scale(name, scale, {}, num_kv_heads, contents=True)

@@ -25,7 +25,7 @@ def read_cache_format(name: Any) -> CacheFormat:
 
 
 def check_format_heads(form: CacheFormat, layer: str, *head_sizes: int) -> None:
-    """Raise ValueError if keys or values of these sizes do not fill the bytes of a format.
+    """Raise ValueError if keys or values of these sizes do not fill a format's bytes or blocks.
 
     Args:
         form: the format.
@@ -33,10 +33,10 @@ def check_format_heads(form: CacheFormat, layer: str, *head_sizes: int) -> None:
         head_sizes: elements of a key, and of a value.
     """
     for size in head_sizes:
-        if size % form.codes_per_element:
+        if size % form.head_size_step:
             raise ValueError(
                 f"cache_format = {form.name!r} and heads of {size} elements in {layer}: expected a"
-                f" multiple of {form.codes_per_element}, or one of {_names(*head_sizes)}"
+                f" multiple of {form.head_size_step}, or one of {_names(*head_sizes)}"
             )
 
 
@@ -46,5 +46,5 @@ def _names(*head_sizes: int) -> str:
         form.name
         for form in FORMATS.values()
         if is_layer_format(form)
-        and not any(size % form.codes_per_element for size in head_sizes)
+        and not any(size % form.head_size_step for size in head_sizes)
     )

@@ -380,7 +380,7 @@ def test_a_cache_dtype_has_the_name_that_vllm_gives_it(
 @pytest.mark.parametrize("name", ["fp4", "", "FP8", "float8_e4m3fn"])
 def test_an_unknown_cache_dtype_is_rejected_with_those_there_are(name: str) -> None:
     with pytest.raises(
-        ValueError, match=f"{name!r}: expected auto, fp8, fp8_e4m3, fp8_e"
+        ValueError, match=f"{name!r}: expected auto, fp8, fp8_inc, fp8_e4m3"
     ):
         cache_dtype_of(name, torch.bfloat16)
 

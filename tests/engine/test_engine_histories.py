@@ -60,7 +60,8 @@ def newest() -> Iterator[str]:
 
 @pytest.mark.parametrize("resumes_as_new", [False, True])
 @pytest.mark.parametrize(
-    "kv_cache_dtype", ["auto", "fp8", "int8_per_token_head", "int4_per_token_head"]
+    "kv_cache_dtype",
+    ["auto", "fp8", "int8_per_token_head", "int4_per_token_head", "nvfp4"],
 )
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_preemptions_groups_and_windows_change_no_output_and_raise_no_alarm(

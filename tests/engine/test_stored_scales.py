@@ -1,4 +1,4 @@
-"""Layers whose caches store a scale per token and head: specs, views, layers and errors."""
+"""Layers whose caches store the scales of their codes: specs, views, layers and errors."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +28,7 @@ from pagetwin.engine.selector import load_backend
 from torch import Tensor
 
 REFERENCE: Any = load_implementation("reference")
-STORED = [name for name, form in FORMATS.items() if form.has_token_scales]
+STORED = [name for name, form in FORMATS.items() if form.is_measured]
 BLOCKS, SLOTS, HEADS, SIZE = 6, 16, 2, 32
 
 
@@ -45,12 +45,13 @@ def spec_of(name: str, **given: Any) -> KVCacheSpec:
 def test_a_page_has_the_bytes_of_its_codes_and_scales(name: str) -> None:
     form, spec = FORMATS[name], spec_of(name)
     codes = form.elements(SIZE)
-    assert spec.stored_head_size == codes + 4
+    scales = 2 if "nvfp4" in name else 4
+    assert spec.stored_head_size == codes + scales
     assert spec.has_plain_cells
     bytes_of_page = form.page_bytes(SLOTS, HEADS, SIZE, SIZE, torch.float16)
-    assert spec.page_size_bytes == bytes_of_page == SLOTS * HEADS * 2 * (codes + 4)
-    other = spec_of(name, head_size_v=16)
-    assert other.state_content_size_bytes == codes + 4 + codes // 2 + 4
+    assert spec.page_size_bytes == bytes_of_page == SLOTS * HEADS * 2 * (codes + scales)
+    other, half = spec_of(name, head_size_v=16), 1 if "nvfp4" in name else 4
+    assert other.state_content_size_bytes == codes + scales + codes // 2 + half
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,10 @@ def test_a_page_has_the_bytes_of_its_codes_and_scales(name: str) -> None:
         (
             lambda: replace(spec_of("int4_per_token_head"), head_size=20),
             "head_size = 20 with kv_cache_dtype = int4_per_token_head: expected a multiple of 8",
+        ),
+        (
+            lambda: replace(spec_of("nvfp4"), head_size=24),
+            "head_size = 24 with kv_cache_dtype = nvfp4: expected a multiple of 16, the channels",
         ),
         (
             lambda: MLAAttentionSpec(
@@ -93,7 +98,7 @@ def test_a_page_that_does_not_fit_is_rejected(
 def test_one_allocation_for_all_layers_has_vllms_pages(
     name: str, layout: KVCacheLayout
 ) -> None:
-    """The bytes of a slot and head are key codes, key scale, value codes, value scale."""
+    """The bytes of a slot and head are key codes, key scales, value codes, value scales."""
     spec, form = spec_of(name), FORMATS[name]
     raw = torch.randint(0, 127, (3 * BLOCKS * spec.page_size_bytes,), dtype=torch.int8)
     caches = REFERENCE.reshape_layered_kv_cache(raw, spec, 3, layout)
@@ -169,7 +174,8 @@ def test_the_layers_of_a_model_run_in_each_format(name: str, backend: str) -> No
     plain = run(make_layers("auto", "REFERENCE"))
     coded = run(make_layers(name, backend))
     off = float((coded - plain).norm() / plain.norm())
-    assert 1e-4 < off < {"int8": 0.01, "fp8_": 0.05, "int4": 0.15}[name[:4]]
+    most = {"int8": 0.01, "fp8_": 0.05, "int4": 0.15, "nvfp": 0.15}
+    assert 1e-4 < off < most[name[:4]]
     torch.testing.assert_close(
         coded, run(make_layers(name, "REFERENCE")), atol=1e-5, rtol=1e-5
     )
@@ -208,6 +214,56 @@ def test_scales_that_a_write_measures_are_not_measured_by_the_layer() -> None:
     assert not layer.calculate_kv_scales
 
 
+def nvfp4_layer(**config: Any) -> Attention:
+    return Attention(
+        4, SIZE, SIZE**-0.5, HEADS, prefix="layers.0.attn", attn_backend="REFERENCE",
+        cache_config=CacheConfig(cache_dtype="nvfp4", **config),
+    )  # fmt: skip
+
+
+def test_a_layer_multiplies_block_scales_by_its_own_scales() -> None:
+    """Numbers too large for block scales alone are stored, by measured and by known scales."""
+    errors, largest = {}, 3e4
+    for kind in ("known", "measured", "neither"):
+        layer = nvfp4_layer(calculate_kv_scales=kind == "measured")
+        assert layer.calculate_kv_scales == (kind == "measured")
+        if kind == "known":
+            layer.load_kv_scales(largest / 2688, largest / 2688)
+        spec = layer.get_kv_cache_spec(SLOTS, torch.float32)
+        assert spec is not None and spec.kv_cache_dtype == "nvfp4"
+        caches = torch.zeros(2, BLOCKS, SLOTS, HEADS, spec.stored_head_size).to(
+            spec.dtype
+        )
+        layer.kv_cache = caches
+        common = REFERENCE.build_common_attn_metadata([1], [0], [[3]], SLOTS)
+        builder = layer.attn_backend.get_builder_cls()(spec, ["layers.0.attn"], "cpu")
+        random = torch.Generator().manual_seed(6)
+        query, value = (
+            torch.randn(1, heads * SIZE, generator=random) for heads in (4, 2)
+        )
+        value *= largest / value.abs().max()
+        out = layer(query, value, value, builder.build(0, common))
+        told = value.view(HEADS, SIZE).repeat_interleave(4 // HEADS, 0).flatten()
+        errors[kind] = float((out[0] - told).norm() / told.norm())
+    assert errors["known"] < 0.15 and errors["measured"] < 0.15 < errors["neither"]
+
+
+def test_block_scales_need_one_number_for_all_heads() -> None:
+    layer = nvfp4_layer()
+    with pytest.raises(
+        ValueError, match=r"k_scale has shape \[2\]: expected \[\] or \[1\]"
+    ):
+        layer.load_kv_scales(torch.ones(HEADS), 1.0)
+    width = SIZE // 2 + SIZE // 16
+    caches = torch.zeros(2, BLOCKS, SLOTS, HEADS, width, dtype=torch.uint8)
+    layer._v_scale_float = None
+    words = (
+        "layer has no number _v_scale_float: expected one for all heads, as .*'nvfp4'"
+    )
+    with pytest.raises(ValueError, match=words):
+        layer.impl.layer_cache(layer, *caches, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
@@ -219,11 +275,22 @@ def test_scales_that_a_write_measures_are_not_measured_by_the_layer() -> None:
             "head_size_v = 31 with kv_cache_dtype = 'int4_per_token_head': expected a multiple",
         ),
         (
+            "nvfp4",
+            {"head_size": 24},
+            "head_size = 24 .* a multiple of 16, the channels",
+        ),
+        (
+            "nvfp4_4over6",
+            {"head_size_v": 24},
+            "head_size_v = 24 .* a multiple of 16, the channels of a scale",
+        ),
+        ("nvfp4", {"use_mla": True}, "and use_mla: expected auto or an FP8"),
+        (
             "int8_per_token_head",
             {"use_mla": True},
             "and use_mla: expected auto or an FP8",
         ),
-        ("int5_per_token_head", {}, "expected auto, fp8, fp8_e4m3, fp8_e5m2, int8_per"),
+        ("int5_per_token_head", {}, "expected auto, fp8, fp8_inc, fp8_e4m3, "),
     ],
 )
 def test_a_layer_that_no_page_holds_is_rejected(
@@ -258,7 +325,7 @@ def test_an_encoder_that_stores_nothing_may_have_any_head_size() -> None:
 def test_a_cache_of_another_width_is_rejected() -> None:
     layer = make_layers("int8_per_token_head", "REFERENCE")["layers.0.attn"]
     caches = torch.zeros(2, BLOCKS, SLOTS, HEADS, SIZE, dtype=torch.int8)
-    words = "kv_cache has 32 elements per head .*: expected 36, the bytes of 32 codes and a scale"
+    words = "kv_cache has 32 elements per head .*: expected 36, the bytes of 32 codes and their"
     with pytest.raises(ValueError, match=words):
         layer.impl.layer_cache(layer, *caches, torch.float32)
     with pytest.raises(TypeError, match=r"kv_cache is torch\.uint8 and"):
@@ -283,7 +350,7 @@ def test_a_backend_says_whether_its_layers_store_scales() -> None:
 
 
 def test_a_format_that_layers_take_has_a_name_or_an_alias() -> None:
-    assert layer_format("fp8") is FORMATS["fp8_e4m3"]
+    assert layer_format("fp8") is layer_format("fp8_inc") is FORMATS["fp8_e4m3"]
     with pytest.raises(
         ValueError, match="kv_cache_dtype = 'float16': expected auto, fp8,"
     ):

@@ -43,7 +43,7 @@ CODED = [
     for name, form in FORMATS.items()
     if is_layer_format(form) and form.is_quantised
 ]
-SCALED = [name for name in CODED if FORMATS[name].has_token_scales]
+SCALED = [name for name in CODED if FORMATS[name].is_measured]
 REFERENCE: Any = load_implementation("reference")
 
 
@@ -51,7 +51,8 @@ def numbers_of(name: str, states: Tensor) -> Tensor:
     """Return the numbers that keys or values stand for after they were codes of a format."""
     form = FORMATS[name]
     if form.is_measured:
-        found = decode_by_hand(form, *encode_by_hand(form, states, None))
+        factor = 1.0 if form.has_global_scale else None
+        found = decode_by_hand(form, *encode_by_hand(form, states, factor), factor)
     else:
         assert form.dtype is not None
         found = quantise_by_hand(states.cpu(), 1.0, form.dtype)
@@ -197,7 +198,7 @@ def test_a_poisoned_block_reads_as_nan_and_a_copied_one_as_its_source(
 ) -> None:
     form = FORMATS[name]
     random = torch.Generator().manual_seed(0)
-    key, value = torch.randn(2, 4, 2, 8, generator=random)
+    key, value = torch.randn(2, 4, 2, 16, generator=random)
     pages = Pages.like(key, value, 3, 4, form)
 
     def read(block: int) -> Tensor:

@@ -96,7 +96,7 @@ def test_the_table_of_the_page_has_the_answers_of_the_record(macro: str) -> None
 def test_a_difference_is_a_feature_of_one_side_alone() -> None:
     rows = {row[0]: row[1:] for row in rows_of(backend_table.backend_differences())[1:]}
     assert set(rows) == set(recorded(NEWEST)["backends"])
-    assert rows["TRITON_ATTN"] == ["decode context parallelism", "-"]
+    assert rows["TRITON_ATTN"] == ["`nvfp4`, decode context parallelism", "-"]
     assert "`int4_per_token_head` with sinks" in rows["FLASH_ATTN"][0]
     assert "sinks" in rows["FLEX_ATTENTION"][0]
     assert rows["FLASH_ATTN"][1] == "FP8 scales per head"

@@ -102,6 +102,7 @@ def test_two_ranks_compute_what_one_computes_in_each_version(
         (2, 4, {"kv_cache_dtype": "fp8_per_token_head", "dtype": torch.float16}),
         (2, 2, {"kv_cache_dtype": "int4_per_token_head"}),
         (2, 1, {"kv_cache_dtype": "int4_per_token_head_vllm", "head_size": 72}),
+        (2, 2, {"kv_cache_dtype": "nvfp4", "head_size": 80}),
     ],
     ids=str,
 )

@@ -123,7 +123,10 @@ def why_not(backend: Any, **changes: Any) -> str | None:
     [
         ({"head_size": 1280}, "head_size = 1280: expected 1 to 1024"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype = float16: expected auto"),
-        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype = nvfp4: expected auto, "),
+        (
+            {"kv_cache_dtype": "ultraquant_4bit"},
+            "kv_cache_dtype = ultraquant_4bit: expected auto, ",
+        ),
         (
             {"device_capability": SimpleNamespace(major=7, minor=5)},
             "compute capability 7.5: expected 8.0 or newer",
@@ -299,15 +302,17 @@ def test_a_layer_is_warmed_up_in_the_format_of_its_cache(
     """FP8 with one scale and with a scale per token and head have the same dtype."""
     names = (
         *("fp8", "fp8_per_token_head", "int4_per_token_head"),
-        "int4_per_token_head_vllm",
+        *("int4_per_token_head_vllm", "nvfp4"),
     )
-    layers = [EngineSteps(version, kv_cache_dtype=name, head_size=40) for name in names]
+    layers = [EngineSteps(version, kv_cache_dtype=name, head_size=48) for name in names]
     for steps in layers:
         start(steps)
         assert steps.step((3, 1, 1)) <= 1
     assert [spec.kv_cache_dtype for spec in warmed] == [None, *names[1:]]
     shapes = [tuple(spec.options[0].k_scale.shape) for spec in warmed]
-    assert shapes == [(), *[tuple(spec.key_cache.shape[:3]) for spec in warmed[1:]]]
+    slots = [tuple(spec.key_cache.shape[:3]) for spec in warmed[1:]]
+    assert shapes == [(), *slots[:-1], (*slots[-1], 3)]
+    assert warmed[-1].options[0].k_global_scale == 0.5
 
 
 def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
@@ -324,7 +329,7 @@ def test_encoders_and_engines_that_opt_out_are_not_warmed_up(
 
 @pytest.mark.extended
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are on the host")
-@pytest.mark.parametrize("name", ["auto", "int4_per_token_head"])
+@pytest.mark.parametrize("name", ["auto", "int4_per_token_head", "nvfp4"])
 def test_a_real_warm_up_launches_and_changes_no_slot(version: str, name: str) -> None:
     steps = EngineSteps(version, head_size=16, kv_cache_dtype=name)
     assert steps.step((20, 3, 1)) <= 1

@@ -21,15 +21,15 @@ CASES = (
 def test_calls_within_a_spec_need_no_other_kernel() -> None:
     """Launches are recorded; a kernel is compiled once per set of types and constants."""
     (found,) = json_lines(SCRIPT, "90")
-    assert found["warmed"] > 50 and found["calls"] == 450
+    assert found["warmed"] > 50 and found["calls"] == 500
     assert found["missing"] == []
 
 
 def test_a_warmed_layer_whose_keys_ranks_share_needs_no_other_kernel() -> None:
-    """Decodes, drafts, prompts and chunks of them, in three cache formats."""
+    """Decodes, drafts, prompts and chunks of them, in four cache formats."""
     script = Path(__file__).with_name("warmed_ranks.py")
     (found,) = json_lines(script, "90")
-    assert found["warmed"] > 100 and found["steps"] == 240
+    assert found["warmed"] > 100 and found["steps"] == 300
     assert found["missing"] == []
 
 
@@ -207,21 +207,34 @@ def test_an_option_that_the_operation_rejects_is_rejected(device: torch.device) 
         "fp8_per_token_head",
         "int4_per_token_head",
         "int4_per_token_head_vllm",
+        "nvfp4_4over6",
     ],
 )
-def test_a_cache_with_a_scale_per_token_and_head_is_warmed_up(
+def test_a_cache_whose_scales_are_measured_is_warmed_up(
     name: str, device: torch.device
 ) -> None:
     """Queries of a packed cache had half of their elements, so every warm-up was an error."""
     form = FORMATS[name]
     shape = (6, 16, 2, form.elements(16))
     codes = torch.full(shape, 3, dtype=torch.uint8, device=device).view(form.dtype)
-    scales = torch.ones(2, *shape[:3], device=device)
-    options = (AttentionOptions(k_scale=scales[0], v_scale=scales[1]),)
+    k_scale, v_scale = form.empty_scales(codes), form.empty_scales(codes)
+    for scale in (k_scale, v_scale):
+        scale.fill_(1)
+    factor = 0.5 if form.has_global_scale else None
+    options = (
+        AttentionOptions(
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_global_scale=factor,
+            v_global_scale=factor,
+        ),
+    )
     spec = make_spec(
         device, key_cache=codes, value_cache=codes.clone(), options=options,
         max_query_len=1, max_num_reqs=1, kv_cache_dtype=name,
     )  # fmt: skip
     found = {warmed.kernel for warmed in warm_up(spec)}
     assert found == {"reshape_and_cache", "short_decode_kernel"}
-    assert bool((codes.view(torch.uint8) == 3).all()) and bool((scales == 1).all())
+    assert bool((codes.view(torch.uint8) == 3).all()) and bool(
+        (k_scale.float() == 1).all()
+    )

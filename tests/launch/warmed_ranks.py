@@ -40,6 +40,7 @@ LAYERS = (
     (128, "auto", AttentionOptions(logits_soft_cap=30.0, sinks=torch.ones(16))),
     (64, "fp8_e4m3", AttentionOptions(k_scale=SCALE, v_scale=SCALE)),
     (64, "int4_per_token_head", AttentionOptions()),
+    (64, "nvfp4", AttentionOptions(k_global_scale=0.5, v_global_scale=0.5)),
 )
 """Head size, cache format, and options. Measured scales are those of the cache."""
 

@@ -1,4 +1,4 @@
-"""The recorder in caches with a scale per token and head: planted faults in each format."""
+"""The recorder in caches whose scales are measured: planted faults in each format."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ import pytest
 import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS
-from pagetwin.contract.layer_pages import split_scaled_cache, state_bytes
+from pagetwin.contract.layer_pages import head_slots, split_scaled_cache
 from pagetwin.contract.operations import load_implementation
 from pagetwin.recorder import (
     RecordedOperations,
@@ -37,11 +37,11 @@ from torch import Tensor
 from vllm_workers import READER, FullAttentionSpec
 
 REFERENCE: Any = load_implementation("reference")
-SCALED = [name for name, form in FORMATS.items() if form.has_token_scales]
+SCALED = [name for name, form in FORMATS.items() if form.is_measured]
 STEP = step()
 SLOTS = torch.from_numpy(STEP.slot_mapping)
 TOKENS = (0, 1, 2, 3)
-HEADS, KV_HEADS, SIZE = 4, 2, 8
+HEADS, KV_HEADS, SIZE = 4, 2, 16
 SIDES = ("key", "value", "k_scale", "v_scale")
 
 
@@ -55,8 +55,8 @@ class Coded:
     def __init__(self, name: str) -> None:
         self.form = FORMATS[name]
         random = torch.Generator().manual_seed(3)
-        sizes = (10, KV_HEADS, 4, state_bytes(self.form, SIZE, SIZE))
-        page = torch.zeros(sizes, dtype=torch.uint8)
+        slots, content = head_slots(self.form, KV_HEADS, SIZE, SIZE)
+        page = torch.zeros(10, slots, 4, content, dtype=torch.uint8)
         self.parts = split_scaled_cache(page, SIZE, self.form)
         for scale in self.parts[2:]:
             scale.fill_(torch.nan)  # slots of no sequence
@@ -70,8 +70,11 @@ class Coded:
         self.new = self.key[SLOTS], self.value[SLOTS]
 
     @property
-    def scales(self) -> dict[str, Tensor]:
-        return {"k_scale": self.parts[2], "v_scale": self.parts[3]}
+    def scales(self) -> dict[str, Any]:
+        scales: dict[str, Any] = {"k_scale": self.parts[2], "v_scale": self.parts[3]}
+        if self.form.has_global_scale:
+            scales |= {"k_global_scale": 0.05, "v_global_scale": 0.04}
+        return scales
 
     def write(self, slots: Tensor, name: str | None = None) -> None:
         """Write keys and values to slots, by the rule of the format or of another one."""
@@ -83,9 +86,9 @@ class Coded:
     def flip(self, side: str, at: tuple[int, ...] = (3, 1, 1)) -> None:
         """Change the lowest bit of a code or scale in a slot of the cache."""
         part = self.parts[SIDES.index(side)]
-        at = at if "scale" in side else (*at, 2)
-        bits = part[at].clone().view(torch.int32 if "scale" in side else torch.uint8)
-        part[at] = (bits ^ 1).view(part.dtype)
+        at = (*at, 0 if "scale" in side else 2)[: part.dim()]
+        wide = torch.int32 if part.dtype == torch.float32 else torch.uint8
+        part[at] = (part[at].clone().view(wide) ^ 1).view(part.dtype)
 
     def written(self) -> Corruption | None:
         """Return what the law of writes finds."""
@@ -94,7 +97,7 @@ class Coded:
         )
         return check_write(write, STEP, TOKENS, REFERENCE.reshape_and_cache)
 
-    def call(self, **scales: Tensor) -> RecordedCall:
+    def call(self, **scales: Any) -> RecordedCall:
         """Return right attention of the step, or attention that has read other scales."""
         query = torch.randn(4, HEADS, SIZE, generator=torch.Generator().manual_seed(4))
         tensors = (
@@ -131,8 +134,9 @@ def test_one_wrong_bit_of_a_code_or_scale_is_found(
     assert found is not None and found.row == 0
     words = {"k_scale": "scale of the key", "v_scale": "scale of the value"}
     assert f"the {words.get(side, side)} at position 5 (slot 13), head 1" in found.found
-    place = "byte 2" if "int4" in name else "element 2"
+    place = "element 2" if "8_" in name else "byte 2"
     assert (place in found.found) == ("scale" not in side)
+    assert ("block 0" in found.found) == ("scale" in side and "nvfp4" in name)
     shown = found.found.partition(" is ")[2].split(" in the cache: expected ")
     assert len(set(shown)) == 2
     assert reproduced(tmp_path, "cache write", found.evidence)
@@ -159,6 +163,49 @@ def test_a_write_by_the_other_rule_of_int4_is_found(name: str) -> None:
     coded.write(SLOTS, other)
     found = coded.written()
     assert found is not None and found.law == "cache write"
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4_4over6"])
+def test_a_write_by_the_other_rule_of_nvfp4_is_found(name: str) -> None:
+    """Blocks with numbers between 4 and 6 times a scale have other scales."""
+    coded = Coded(name)
+    coded.key.zero_()
+    coded.key[..., :3] = torch.tensor([6.0, 4.8, 4.8])
+    (other,) = {"nvfp4", "nvfp4_4over6"} - {name}
+    coded.new = coded.key[SLOTS], coded.value[SLOTS]
+    coded.write(SLOTS)
+    assert coded.written() is None
+    coded.write(SLOTS, other)
+    found = coded.written()
+    assert found is not None and found.law == "cache write"
+
+
+@pytest.mark.parametrize("side", ["k_scale", "v_scale"])
+def test_block_scales_are_equal_where_fp8_numbers_may_differ(side: str) -> None:
+    """They have a dtype of FP8 caches, whose numbers may differ by a code in other engines."""
+    coded = Coded("nvfp4")
+    write = RecordedWrite(
+        "layer", *coded.new, *coded.parts[:2], coded.scales, 1, format_name="nvfp4"
+    )
+    assert check_write(write, STEP, TOKENS, REFERENCE.reshape_and_cache) is None
+    coded.flip(side)
+    assert check_write(write, STEP, TOKENS, REFERENCE.reshape_and_cache) is not None
+
+
+@pytest.mark.parametrize("side", ["k_global_scale", "v_global_scale"])
+def test_a_wrong_global_scale_is_found(side: str, tmp_path: Path) -> None:
+    """In the write, and in the rows that were read with it."""
+    coded = Coded("nvfp4")
+    given = coded.scales | {side: 0.06}
+    write = RecordedWrite(
+        "layer", *coded.new, *coded.parts[:2], given, format_name="nvfp4"
+    )
+    found = check_write(write, STEP, TOKENS, REFERENCE.reshape_and_cache)
+    assert found is not None and found.law == "cache write"
+    assert reproduced(tmp_path, "cache write", found.evidence)
+    found = attended(coded.call(**{side: 0.06}), (1, 3))
+    assert found is not None and found.law == "attention"
+    assert reproduced(tmp_path, "attention", found.evidence)
 
 
 @pytest.mark.parametrize("name", SCALED)
@@ -188,8 +235,9 @@ def test_a_code_or_scale_that_changes_later_is_found(
 
 
 def scale_of_the_token_after(scale: Tensor) -> Tensor:
-    """Return the scale of the next slot for each slot."""
-    return scale.flatten(0, 1).roll(-1, 0).view(scale.shape)
+    """Return the scales of the next slot for each slot."""
+    slots = scale.flatten(0, 1)
+    return torch.cat([slots[1:], slots[:1]]).view(scale.shape)
 
 
 def no_zero_point(scale: Tensor) -> Tensor:
@@ -218,7 +266,7 @@ def test_rows_that_were_read_with_wrong_scales_are_found(
     assert reproduced(tmp_path, "attention", found.evidence)
     row = RowCase.of_dict(found.evidence["rows"], "cpu")
     # the evidence has the codes and scales of its own blocks alone
-    assert row.options.k_scale.shape == row.key_blocks.shape[:3]
+    assert row.options.k_scale.shape[:3] == row.key_blocks.shape[:3]
     right = REFERENCE.paged_attention(**row.arguments())
     verdict, _ = replace(row, output=right).judge(REFERENCE.paged_attention)
     assert verdict.ok

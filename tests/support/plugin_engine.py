@@ -158,9 +158,12 @@ class PluginEngine:
         """
         for layer in self.layers:
             for name, scale in (("_k_scale", k_scale), ("_v_scale", v_scale)):
-                if scale is not None and in_place:
+                if scale is None:
+                    continue
+                setattr(layer, f"{name}_float", scale)
+                if in_place:
                     getattr(layer, name).fill_(scale)
-                elif scale is not None:
+                else:
                     setattr(layer, name, torch.tensor(scale))
 
     def run(self, requests: Sequence[Request]) -> None:

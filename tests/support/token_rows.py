@@ -86,7 +86,7 @@ class TokenRows:
             out: [tokens, heads, size], whose padding is not compared.
             window: Optional. Keys that a query attends to. If None, all.
             fp8: Optional. Dtype of the cache. If None, keys and values are not quantised.
-            k_scale, v_scale: those of an FP8 cache.
+            k_scale, v_scale: those of an FP8 cache, or what multiplies block scales.
             form: Optional. A format whose scales are measured. If None, they are not.
         """
         requests, first = [], 0
@@ -96,9 +96,10 @@ class TokenRows:
                 key = quantise_by_hand(key, k_scale, fp8)
                 value = quantise_by_hand(value, v_scale, fp8)
             if form is not None:
+                numbers = (k_scale, v_scale) if form.has_global_scale else (None, None)
                 key, value = (
-                    decode_by_hand(form, *encode_by_hand(form, states, None))
-                    for states in (key, value)
+                    through_codes(form, states, number)
+                    for states, number in zip((key, value), numbers, strict=True)
                 )
             last = first + request.num_scheduled_tokens
             requests.append(OracleRequest(new.query[first:last], key, value))
@@ -111,6 +112,19 @@ class TokenRows:
         answer = attend_by_hand(requests, options, first)
         verdict = judge_out(out[:first], answer, answer.out, out.dtype)
         return verdict.worst if verdict.finite else float("inf")
+
+
+def through_codes(
+    form: CacheFormat, rows: Tensor, global_scale: float | None = None
+) -> Tensor:
+    """Return what keys or values stand for after they were codes, in float64 on the host.
+
+    Args:
+        form: a format whose scales are measured.
+        rows: [..., kv_heads, elements].
+        global_scale: Optional. Of a format with block scales. If None, there is none.
+    """
+    return decode_by_hand(form, *encode_by_hand(form, rows, global_scale), global_scale)
 
 
 def end_of(request: Any) -> int:

@@ -11,17 +11,24 @@ from pagetwin.conformance.oracles.brute_force import (
     judge_out,
     quantise_by_hand,
 )
-from pagetwin.conformance.oracles.cache_formats import decode_by_hand, encode_by_hand
 from pagetwin.contract.layer_pages import measured_format
 from torch import Tensor
 
 from support.fake_vllm import recorded
+from support.token_rows import through_codes
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 40, 6
-STORAGE = {"auto": None, "int8_per_token_head": torch.int8}
+STORAGE = {
+    "auto": None,
+    "int8_per_token_head": torch.int8,
+    "fp8_inc": torch.float8_e4m3fn,
+}
 """The dtypes of caches that vLLM does not allocate as bytes, by its name. None is the dtype of the
 model."""
-FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+FP8 = {
+    **dict.fromkeys(("fp8", "fp8_inc", "fp8_e4m3"), torch.float8_e4m3fn),
+    "fp8_e5m2": torch.float8_e5m2,
+}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = 0x7F
 """A byte that is NaN in both FP8 dtypes."""
@@ -43,8 +50,8 @@ def attention_spec(
     """Return the stand-in's description of a layer's cache, before the backend changes it."""
     from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-    # vLLM takes the mode of a name that the plugin has added from the plugin
-    mode = kv_cache_dtype.removesuffix("_vllm").upper()
+    # the mode tells the bytes of a cache, not the rule of its writer
+    mode = kv_cache_dtype.removesuffix("_vllm").removesuffix("_4over6").upper()
     return AttentionSpec(
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -69,9 +76,10 @@ def make_cache(
         order = backend.get_kv_cache_stride_order()
     else:  # vLLM's layout LBNHC
         spec = attention_spec(kv_heads, head_size, dtype, kv_cache_dtype)
-        content = backend.customize_spec(spec).state_content_bytes
+        made = backend.customize_spec(spec)
+        content = made.state_content_bytes
         content = 2 * head_size if content is None else content // dtype.itemsize
-        shape = (NUM_BLOCKS, kv_heads, BLOCK_SIZE, content)
+        shape = (NUM_BLOCKS, made.num_head_slots or kv_heads, BLOCK_SIZE, content)
         order = (0, 2, 1, 3)
     packed = torch.empty([shape[axis] for axis in order], dtype=dtype)
     packed.fill_(torch.nan if dtype.is_floating_point else POISON)
@@ -137,6 +145,8 @@ class EngineSteps:
             impl=self.impl,
             _k_scale=torch.tensor(0.5, device=device),
             _v_scale=torch.tensor(0.25, device=device),
+            _k_scale_float=0.5,
+            _v_scale_float=0.25,
             mm_prefix_clamp_sliding_window=clamp,
         )
         self.config = vllm_config({"layer": self.layer}, **(model or {}))
@@ -292,11 +302,10 @@ class EngineSteps:
         if self.impl.own.is_uncached:
             return key, value
         if self.measured is not None:
+            numbers = (0.5, 0.25) if self.measured.has_global_scale else (None, None)
             key, value = (
-                decode_by_hand(
-                    self.measured, *encode_by_hand(self.measured, rows, None)
-                )
-                for rows in (key, value)
+                through_codes(self.measured, rows, number)
+                for rows, number in zip((key, value), numbers, strict=True)
             )
             return key, value
         if not self.fp8:

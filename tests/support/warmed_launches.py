@@ -82,6 +82,7 @@ LAYERS = (
     Layer(heads=128, max_query_len=4, is_latent=True),
     Layer(name="int8_per_token_head"),
     Layer(AttentionOptions(sinks=torch.ones(32)), name="int4_per_token_head_vllm"),
+    Layer(AttentionOptions(k_global_scale=0.5, v_global_scale=0.5), name="nvfp4"),
 )
 
 
@@ -152,7 +153,8 @@ def call(
         new = torch.empty(2, tokens, key_cache.shape[2], 128, dtype=torch.bfloat16)
         slots = torch.full((tokens,), -1)
         twin.reshape_and_cache(
-            *new, key_cache, value_cache, slots, options.k_scale, options.v_scale, layer.name
+            *new, key_cache, value_cache, slots, options.k_scale, options.v_scale, layer.name,
+            options.k_global_scale, options.v_global_scale,
         )  # fmt: skip
     if lse:
         given["lse"] = torch.empty(layer.heads, tokens)

@@ -51,6 +51,8 @@ OF_LAYERS = (
 OF_STEPS = ("causal", "tree_mask", "query_ranges", "batch_invariant")
 """Options of a layer's step. Options of neither kind stay off: a layer does not take them."""
 CACHE_DTYPES = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+SCALE_OF_NAN = 0xFF
+"""A byte that is NaN as a scale in FP8, and four of which are NaN in float32."""
 OF_STORED_SCALES = ("separate", "interleaved", "hnd", "interleaved hnd")
 """Layouts in which a scale begins at a multiple of 4 bytes."""
 Images = dict[int, list[tuple[int, int]]]
@@ -97,6 +99,8 @@ class LayerStep:
         slots: The slots of the new tokens. PAD_SLOT_ID if an earlier token of the step has the same
             slot.
         form: The format of the cache, if it stores its scales.
+        global_scales: What block scales of keys and of values are multiplied by. None if there are
+            none.
     """
 
     call: Call
@@ -107,6 +111,7 @@ class LayerStep:
     value: Tensor
     slots: list[int]
     form: CacheFormat = PLAIN_FORMAT
+    global_scales: tuple[float | None, float | None] = (None, None)
 
 
 def build_step(
@@ -163,7 +168,7 @@ def build_step(
 
 
 def in_format(step: LayerStep, form: CacheFormat, device: torch.device) -> LayerStep:
-    """Return the step over a cache that stores codes, each head's with its scale after them.
+    """Return the step over a cache that stores codes, each head's with its scales after them.
 
     Slots without numbers have codes of 170 and a scale of NaN. The first element of the values of a
     head is large, so formats of four bits that are read alike are written otherwise.
@@ -178,29 +183,37 @@ def in_format(step: LayerStep, form: CacheFormat, device: torch.device) -> Layer
     step = replace(step, value=step.value.clone(), after=step.after.clone())
     for values in (step.value, step.before[1], step.after[1]):
         values[..., :1, 0] += LARGE
-    codes = form.elements(size)
-    shape = (*step.after.shape[:-1], codes + 4)
+    codes, factors = form.elements(size), step.global_scales
+    if form.has_global_scale:
+        factors = (0.05, 3.7)
+    shape = (*step.after.shape[:-1], form.row_bytes(size))
     before, after = (torch.full(shape, 170, dtype=torch.uint8) for _ in range(2))
+    halves = [*zip((size, value_size), factors, strict=True)]
     for coded, plain in ((before, step.before), (after, step.after)):
-        for half, numbers, width in zip(coded, plain, (size, value_size), strict=True):
-            scales = half[..., codes:].view(torch.float32)[..., 0]
-            scales.fill_(NAN)
+        for half, numbers, (width, factor) in zip(coded, plain, halves, strict=True):
+            half[..., codes:] = SCALE_OF_NAN
             used = ~numbers[..., :width].isnan().flatten(2).any(2)
-            made, measured = encode_by_hand(form, numbers[used][..., :width], None)
-            stored = half[..., : made.shape[-1]].clone()
-            stored[used] = made.view(torch.uint8)
-            half[..., : made.shape[-1]] = stored
-            scales[used] = measured
+            made, measured = encode_by_hand(form, numbers[used][..., :width], factor)
+            assert measured is not None
+            scales = measured if form.channels_per_scale else measured[..., None]
+            for first, part in ((0, made), (codes, scales)):
+                stored = part.view(torch.uint8)
+                last = first + stored.shape[-1]
+                block = half[..., first:last].clone()
+                block[used] = stored
+                half[..., first:last] = block
     before, after = before.view(form.dtype), after.view(form.dtype)
     arguments: dict[str, Any] = {}
-    for name, half, width in zip(
-        "kv", after.to(device), (size, value_size), strict=True
-    ):
+    for name, half, (width, factor) in zip("kv", after.to(device), halves, strict=True):
         cache = "key_cache" if name == "k" else "value_cache"
         part, arguments[f"{name}_scale"] = split_half(half, size, width, form)
         arguments[cache] = part
+        if factor is not None:
+            arguments[f"{name}_global_scale"] = factor
     call = step.call.changed(**arguments)
-    return replace(step, call=call, before=before, after=after, form=form)
+    return replace(
+        step, call=call, before=before, after=after, form=form, global_scales=factors
+    )
 
 
 def _on_host(scale: Any) -> Any:
@@ -295,7 +308,7 @@ def expect_right_layer(
     Args:
         form: The format of its cache, if it stores its scales.
     """
-    step = build_step(case, setting.device, has_images, form.codes_per_element)
+    step = build_step(case, setting.device, has_images, form.head_size_step)
     options, size = layer_options(step.call), step.call.query.shape[2]
     of_spec: dict[str, Any] = {}
     if form.is_measured:
@@ -348,8 +361,12 @@ def run_layer(
     impl = backend.get_impl_cls()(heads, size, scale, spec.num_kv_heads, **options)
     builder = make_builder(backend, spec, device)
     metadata = builder.build(0, metadata_of(step, device))
+    k_number, v_number = step.global_scales
     owner = SimpleNamespace(
-        _k_scale=given.get("k_scale"), _v_scale=given.get("v_scale")
+        _k_scale=given.get("k_scale"),
+        _v_scale=given.get("v_scale"),
+        _k_scale_float=k_number,
+        _v_scale_float=v_number,
     )
     found = impl.forward(owner, query, key, value, cache, metadata, out, out_scale)
     expect_same(f"{backend.name}: identity of the output", found is out, True)
@@ -369,7 +386,7 @@ def a_layer_applies_its_options_and_those_of_its_step(
 
 LARGE = 64.0
 """More than the sum of the other numbers of a head may be. It is exact in every dtype."""
-STORED = tuple(form for form in FORMATS.values() if form.has_token_scales)
+STORED = tuple(form for form in FORMATS.values() if form.is_measured)
 """Formats whose scales are stored with the codes."""
 OF_PAGES = (("cache", "as the query"), ("scales", "none"))
 SIZES = ("32", "80")
@@ -389,7 +406,7 @@ SIZES = ("32", "80")
 def a_layer_stores_codes_and_their_scales(
     setting: Setting, case: tuple[str, Drawn]
 ) -> None:
-    """The scale of a head is stored after its codes. Unwritten slots have scales of NaN."""
+    """The scales of a head are stored after its codes. Unwritten slots have scales of NaN."""
     name, drawn = case
     expect_right_layer(setting, drawn, form=FORMATS[name])
 

@@ -93,7 +93,7 @@ def generate(
         streamer: Optional. A streamer of the library per prompt, or one for one prompt; None for
             a prompt that is not streamed.
         cache_format: name of the cache format of all layers (docs/cache_formats.md): `auto` keeps
-            keys and values as they are, others store codes. An FP8 cache has the scale 1.
+            keys and values as they are, others store codes. Given scales are 1.
 
     Returns:
         For each prompt its new tokens.

@@ -62,7 +62,7 @@ class PagedBatch:
         block_size: slots per block.
         device: device of the model.
         recorder: Optional. Checks each step. If None, nothing is checked.
-        cache_format: name of the format of all layers' caches. An FP8 cache has the scale 1.
+        cache_format: name of the format of all layers' caches. Given scales are 1.
 
     Raises:
         TypeError: a number is not an integer.

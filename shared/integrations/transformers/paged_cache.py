@@ -40,7 +40,8 @@ class PagedCache(Cache):  # type: ignore[misc]
             operations. It writes the pages.
         lengths: Optional. [reqs] tokens of each request that are stored; the tokens after them are
             padding. If None, the attention mask says which tokens are padding.
-        cache_format: name of the format of all layers' pages. An FP8 cache has the scale 1.
+        cache_format: name of the format of all layers' pages. Given scales, as those of an FP8
+            cache and the global ones of nvfp4, are 1.
 
     Raises:
         TypeError: a number is not an integer.

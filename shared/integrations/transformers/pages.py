@@ -10,8 +10,8 @@ from torch import Tensor
 from ...contract.cache_formats import PLAIN, CacheFormat, head_size_of
 from ...validation.library_formats import check_format_heads
 
-NAN_BYTE = 0x7F
-"""A byte that is NaN in both FP8 dtypes."""
+NAN_BYTE = 0xFF
+"""A byte that is NaN in both FP8 dtypes, and four of which are NaN in float32."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Pages:
         value_cache: [num_blocks, block_size, kv_heads, value elements].
         dtype: dtype of the keys and values before they are codes.
         form: the format.
-        scales: `k_scale` and `v_scale` of a quantised cache: [num_blocks, block_size, kv_heads] if
-            the write measures them, otherwise 1. Empty if it is not quantised.
+        scales: `k_scale` and `v_scale` of a quantised cache: stored ones if the write measures
+            them, otherwise 1. A global scale is 1 too. Empty if it is not quantised.
     """
 
     key_cache: Tensor
@@ -71,8 +71,10 @@ class Pages:
         names = ("k_scale", "v_scale") if form.is_quantised else ()
         scales: dict[str, Any] = dict.fromkeys(names, 1.0)
         if form.is_measured:
-            slots = key_cache.shape[:3]
-            scales = {name: torch.empty(slots, device=key.device) for name in names}
+            halves = (key_cache, value_cache)
+            scales = dict(zip(names, map(form.empty_scales, halves), strict=True))
+        if form.has_global_scale:
+            scales |= {"k_global_scale": 1.0, "v_global_scale": 1.0}
         pages = cls(key_cache, value_cache, key.dtype, form, scales)
         pages.poison(range(num_blocks))
         return pages
@@ -102,8 +104,8 @@ class Pages:
         index = torch.tensor(list(blocks), device=self.key_cache.device)
         if self.form.is_measured:
             # codes of integers have no NaN, and their scale has
-            for scale in self.scales.values():
-                scale[index] = torch.nan
+            for scale in self._stored_scales():
+                scale.view(torch.uint8)[index] = NAN_BYTE
             return
         for cache in (self.key_cache, self.value_cache):
             if self.form.is_quantised:
@@ -113,8 +115,11 @@ class Pages:
 
     def _stored(self) -> list[Tensor]:
         """Return all tensors with an axis of blocks."""
-        scales = self.scales.values() if self.form.is_measured else ()
-        return [self.key_cache, self.value_cache, *scales]
+        return [self.key_cache, self.value_cache, *self._stored_scales()]
+
+    def _stored_scales(self) -> list[Tensor]:
+        """Return the scales that the write measures."""
+        return [scale for scale in self.scales.values() if isinstance(scale, Tensor)]
 
 
 def with_scales(arguments: dict[str, Any], pages: Pages) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 
+from ...contract.latent_formats import LATENT_FORMATS
 from ...contract.layer_pages import measured_format, why_no_page
 from ...contract.specs import KVCacheSpec
 from .builder import PagetwinMetadataBuilder, load_plugin_implementation
@@ -68,8 +69,10 @@ class Reasons:
             )
         known = cls.supported_kv_cache_dtypes
         if kv_cache_dtype is not None and kv_cache_dtype not in known:
+            is_record = kv_cache_dtype in LATENT_FORMATS
+            why = ", as sparse layers alone read its records" if is_record else ""
             reasons.append(
-                f"kv_cache_dtype = {kv_cache_dtype}: expected {', '.join(known)}"
+                f"kv_cache_dtype = {kv_cache_dtype}: expected {', '.join(known)}{why}"
             )
         given = MODEL_DTYPES.get(kv_cache_dtype or "auto", dtype)
         if given != dtype:

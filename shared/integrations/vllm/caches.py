@@ -19,7 +19,7 @@ from ...contract.cache_formats import (
     named_format,
 )
 from ...contract.cache_formats import split_layer_cache as split_layer_cache
-from ...contract.layer_pages import measured_format, state_bytes
+from ...contract.layer_pages import head_slots, measured_format, state_bytes
 
 FP8_NAMES = CACHE_DTYPE_NAMES
 """vLLM's names of the FP8 dtypes."""
@@ -27,8 +27,8 @@ FP8_NAMES = CACHE_DTYPE_NAMES
 MODEL_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """vLLM's names of caches that are not quantised, besides "auto"."""
 
-SCALED_NAMES = tuple(name for name, form in FORMATS.items() if form.has_token_scales)
-"""Names of the formats with a scale per token and head: vLLM's, and those that the plugin adds."""
+SCALED_NAMES = tuple(name for name, form in FORMATS.items() if form.is_measured)
+"""Names of the formats whose scales are measured: vLLM's, and those that the plugin adds."""
 
 NEW_BLOCK_SIZE = 16
 """Slots of a block of new keys."""
@@ -57,8 +57,10 @@ def with_scales(spec: Any) -> Any:
     form = measured_format(name)
     if form is None or spec.state_content_bytes is not None:
         return spec
-    content = state_bytes(form, spec.head_size, spec.head_size_v)
-    return replace(spec, state_content_bytes=content)
+    heads = spec.num_kv_heads
+    slots, content = head_slots(form, heads, spec.head_size, spec.head_size_v)
+    own = {} if slots == heads else {"num_head_slots": slots}
+    return replace(spec, state_content_bytes=content, **own)
 
 
 class HalvesShape:
@@ -72,7 +74,7 @@ class HalvesShape:
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Return the shape of a layer's cache; a key has its scale after it."""
+        """Return the shape of a layer's cache; a key has its scales after it."""
         form = measured_format(cache_dtype_str)
         if form is not None:
             head_size = state_bytes(form, head_size, head_size) // 2
@@ -103,10 +105,10 @@ class PackedShape:
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache; keys and values have their scales after them."""
         form = measured_format(cache_dtype_str)
-        content = 2 * head_size
+        slots, content = num_kv_heads, 2 * head_size
         if form is not None:
-            content = state_bytes(form, head_size, head_size)
-        return (num_blocks, num_kv_heads, block_size, content)
+            slots, content = head_slots(form, num_kv_heads, head_size, head_size)
+        return (num_blocks, slots, block_size, content)
 
     @staticmethod
     def get_kv_cache_stride_order(

@@ -158,7 +158,10 @@ class SharedKeys:
                 )
                 for size in sizes[1:]
             )
-            measured = ("k_scale", "v_scale") if self.form.is_measured else ()
+            measured = {}
+            if self.form.is_measured:
+                k_scale, v_scale = map(self.form.empty_scales, (key, value))
+                measured = {"k_scale": k_scale, "v_scale": v_scale}
             kinds[name] = LayerKind(
                 step,
                 interleave_size,
@@ -166,7 +169,7 @@ class SharedKeys:
                 partials[1],
                 partials.new_empty(2, self.num_heads, tokens),
                 (key, value),
-                {name: torch.empty(slots, device=device) for name in measured},
+                measured,
             )
         self.kind = kinds[name]
         return self.kind
@@ -223,7 +226,7 @@ class SharedKeys:
         named = {"kv_cache_dtype": self.form.name} if kind.new_scales else {}
         self.run.reshape_and_cache(
             key, value, *kind.new_caches, blocks.slot_mapping, options.k_scale, options.v_scale,
-            **named,
+            k_global_scale=options.k_global_scale, v_global_scale=options.v_global_scale, **named,
         )  # fmt: skip
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         self.run.paged_attention(

@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.layer_pages import split_scaled_cache
+from ...validation.impl import read_global_scales
 from .builder import PagetwinMetadata, load_plugin_implementation
 from .caches import format_of, split_layer_cache
 from .ranges import StepRanges
@@ -83,7 +84,8 @@ class PagetwinImpl(VllmAttentionImpl):
             kv_sharing_target_layer_name,
             sinks,
         )
-        # scales of some formats are stored in the cache; FP8 has those of vLLM's layer
+        # scales of some formats are stored in the cache; FP8 has those of vLLM's layer, which
+        # multiply block scales too
         self._measured = form if form.is_measured else None
         self._has_scales = form.is_quantised
         self._invariant = is_batch_invariant()
@@ -115,7 +117,7 @@ class PagetwinImpl(VllmAttentionImpl):
         self._options: dict[Any, AttentionOptions] = {}
         self._cache: Tensor | None = None
         self._views: tuple[Tensor, Tensor] | None = None
-        self._stored_scales: dict[str, Tensor] = {}
+        self._stored_scales: dict[str, Tensor | float] = {}
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Update the layer's copy of its sinks, in place: captured graphs read it."""
@@ -241,23 +243,23 @@ class PagetwinImpl(VllmAttentionImpl):
             self._cache, self._views = kv_cache, views
         return self._views
 
-    def _scales_of(self, layer: Any, kv_cache: Tensor) -> dict[str, Tensor]:
+    def _scales_of(self, layer: Any, kv_cache: Tensor) -> dict[str, Tensor | float]:
         """Return the scales of the layer's cache, by the name of the option; empty if it has none.
 
-        They are the same tensors in each step, unless vLLM gives other ones.
+        They are the same objects in each step, unless vLLM gives other ones.
         """
         if not self._has_scales or self.own.is_uncached:
             return {}
         if self._measured is None:
             return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         self._split(kv_cache)
-        return self._stored_scales
+        return self._stored_scales | read_global_scales(layer, self._measured)
 
     def _options_of(
         self,
         layer: Any,
         device: torch.device,
-        scales: dict[str, Tensor],
+        scales: dict[str, Tensor | float],
         causal: bool | Tensor,
         output_scale: Tensor | None = None,
         step: PagetwinMetadata | None = None,

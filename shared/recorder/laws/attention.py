@@ -69,8 +69,6 @@ def why_not_recomputed(call: RecordedCall) -> str:
     options, output = call.options, call.output
     if call.query.dtype in TENSOR_SCALE_DTYPES and call.query_scale is None:
         return "an FP8 query"
-    if find_format(call.key_cache.dtype, options.k_scale).channels_per_scale:
-        return "scales of blocks of channels"
     for name in ("tree_mask", "query_ranges", "out_scale"):
         if getattr(options, name) is not None:
             return name

@@ -29,8 +29,9 @@ class RecordedWrite:
         key, value: [tokens, kv_heads, head_size] as the engine gave them; those of the sampled
             tokens alone where the write is checked.
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size] after the write.
-        scales: `k_scale` and `v_scale` of a quantised cache; empty for others. Measured ones are
-            those after the write, [num_blocks, block_size, kv_heads].
+        scales: `k_scale` and `v_scale` of a quantised cache, and what multiplies block scales;
+            empty for others. Measured ones are those after the write, [num_blocks, block_size,
+            kv_heads, ...].
         fp8_steps: FP8 codes by which a stored number may differ from the reference. 0, or 1 for
             engines that multiply by the inverse of the scale.
         names: what key and value are called in a sentence. In latent attention the key is the
@@ -76,14 +77,14 @@ def check_write(
         "key": write.key_cache[block, offset],
         "value": write.value_cache[block, offset],
     }
-    scales = write.scales
+    scales = dict(write.scales)
     if write.format_name is not None:
-        found |= {name: scale[block, offset] for name, scale in scales.items()}
-        scales = {}
+        found |= {name: scales.pop(name)[block, offset] for name in SCALES}
     given = {"key": write.key, "value": write.value}
     expected = write_again(given, found, scales, write.format_name, reshape_and_cache)
     for side, stored in found.items():
-        differs = _differs(stored, expected[side], write.fp8_steps)
+        steps = 0 if side in SCALES else write.fp8_steps
+        differs = _differs(stored, expected[side], steps)
         if not bool(differs.any()):
             continue
         index, head, *element = differs.nonzero()[0].tolist()
@@ -94,7 +95,7 @@ def check_write(
             "cache write",
             f"{write.layer}: the {name or SCALES[side]} at position"
             f" {step.position_of(token)} (slot {int(step.slot_mapping[token])}), head"
-            f" {head}{_in_row(stored, element)} is"
+            f" {head}{_in_row(side, stored, element)} is"
             f" {_shown(stored, index, head, *element)} in the cache: expected"
             f" {_shown(expected[side], index, head, *element)}",
             row,
@@ -123,9 +124,9 @@ def write_again(
     Args:
         given: "key" and "value" of the tokens, [rows, kv_heads, head_size].
         found: "key" and "value" in the cache, [rows, kv_heads, elements]; and "k_scale" and
-            "v_scale", [rows, kv_heads], if they are measured.
-        scales: `k_scale` and `v_scale` that are given. Empty if they are measured, or there is
-            none.
+            "v_scale", [rows, kv_heads, ...], if they are measured.
+        scales: what is given: `k_scale` and `v_scale`, or what multiplies block scales. Empty if
+            they are measured, or there is none.
         format_name: as in `RecordedWrite`.
         reshape_and_cache: the reference's operation.
     """
@@ -158,7 +159,7 @@ class WatchedBlock:
         step: number of the step in which it was copied.
         caches: key cache and value cache of the layer, and the scales that a write has measured.
         before: copies of the block in these, [block_size, kv_heads, head_size], and of scales
-            [block_size, kv_heads].
+            [block_size, kv_heads, ...].
     """
 
     layer: str
@@ -222,7 +223,7 @@ def check_watched(
             "unchanged blocks",
             f"{watched.layer}: the {name} at position"
             f" {column * step.block_size + offset} (block {block_id}, offset {offset}),"
-            f" head {head}{_in_row(now, element)} changed from"
+            f" head {head}{_in_row(name, now, element)} changed from"
             f" {_shown(before, offset, head, *element)} to"
             f" {_shown(now, offset, head, *element)} after step {watched.step},"
             " although no step stored a token in that block: expected the same",
@@ -237,14 +238,17 @@ def check_watched(
     return None
 
 
-def _in_row(cache: Tensor, element: Sequence[int]) -> str:
-    """Return where in the row of a head something is, in words; a scale is not in a row.
+def _in_row(side: str, cache: Tensor, element: Sequence[int]) -> str:
+    """Return where in the row of a head something is, in words; a scale per token is not in a row.
 
     Args:
+        side: what it is: a key or SCALES, or a value of it.
         cache: tells the dtype.
         element: its index, or nothing.
     """
     name = "byte" if CODES_PER_ELEMENT.get(cache.dtype, 1) > 1 else "element"
+    if side in (*SCALES, *SCALES.values()):
+        name = "block"
     return f", {name} {element[0]}" if element else ""
 
 

@@ -85,7 +85,8 @@ class RowCase:
         same = attend(dtype, dtype, values)
         if self.is_measured:
             key, absolute = self.numbers(torch.float32)
-            plain = replace(given["options"], k_scale=None, v_scale=None)
+            none = dict.fromkeys(SCALES_OF_CACHES)
+            plain = replace(given["options"], **none)
             given |= {"query": self.query.float(), "key_cache": key, "options": plain}
             absolute = absolute.abs()
         elif find_format(values.dtype).is_quantised:
@@ -130,7 +131,7 @@ class RowCase:
 
     @property
     def is_measured(self) -> bool:
-        """Whether scales are stored with the codes, one per token and head."""
+        """Whether scales are stored with the codes."""
         return find_format(self.key_blocks.dtype, self.options.k_scale).is_measured
 
     def numbers(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -151,9 +152,8 @@ class RowCase:
             torch.arange(slots[0], dtype=torch.int32, device=device)[None],
             torch.tensor([0, slots.numel()], dtype=torch.int32, device=device),
             slots.numel(),
-            self.options.k_scale,
-            self.options.v_scale,
             dtype=dtype,
+            **{name: getattr(self.options, name) for name in SCALES_OF_CACHES},
         )
         return key.unflatten(0, slots), value.unflatten(0, slots)
 
@@ -205,6 +205,9 @@ class RowCase:
             **tensors,
         )
 
+
+SCALES_OF_CACHES = ("k_scale", "v_scale", "k_global_scale", "v_global_scale")
+"""The options with what the codes of a cache are multiplied by."""
 
 _TENSORS = ("query", "output", "key_blocks", "value_blocks", "block_table", "seq_lens")
 

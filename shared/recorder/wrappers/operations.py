@@ -70,20 +70,19 @@ class RecordedOperations:
     ) -> None:
         """Write each new token's key and value to its slot."""
         every = {
-            "kv_cache_dtype": kv_cache_dtype,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
             "k_global_scale": k_global_scale,
             "v_global_scale": v_global_scale,
         }
-        named: dict[str, Any] = {k: v for k, v in every.items() if v is not None}
-        scales = {
-            name: scale
-            for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))
-            if scale is not None
-        }
+        scales: dict[str, Any] = {k: v for k, v in every.items() if v is not None}
+        named: Any = (
+            {} if kv_cache_dtype is None else {"kv_cache_dtype": kv_cache_dtype}
+        )
         self._write(key, value, key_cache, value_cache, slot_mapping, **scales, **named)
-        form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
-        if not self.recorder.wants_layers or form.channels_per_scale:
+        if not self.recorder.wants_layers:
             return
+        form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
         self.recorder.wrote(
             self._name(key_cache),
             key,

@@ -15,7 +15,7 @@ class LayerView:
 
     Args:
         key_cache, value_cache: [num_blocks, block_size, kv_heads, head_size].
-        scales: `k_scale` and `v_scale` of a quantised cache; empty for others.
+        scales: as in `RecordedWrite`.
         scale: factor of the dot products.
         options: the options of attention.
         writes: whether the call has written the new keys and values.

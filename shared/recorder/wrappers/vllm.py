@@ -29,6 +29,7 @@ from ...contract.cache_formats import (
 from ...contract.extras import require
 from ...contract.kinds import AttentionType
 from ...contract.layer_pages import measured_format, split_scaled_cache
+from ...validation.impl import read_global_scales
 from ..environment import recorder_from_environment
 from ..settings import RECORD_VARIABLE
 from .backend import record_backend
@@ -81,6 +82,7 @@ class VllmReader(VllmStepReader):
             size = impl.head_size
             key, value, k_scale, v_scale = split_scaled_cache(kv_cache, size, form)
             scales = {"k_scale": k_scale, "v_scale": v_scale}
+            scales |= read_global_scales(layer, form)
         else:
             key, value = split_layer_cache(kv_cache, impl.head_size, name)
         if name in CACHE_DTYPE_NAMES:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from pagetwin.contract.cache_formats import FORMATS
-from pagetwin.contract.nvfp4_pages import split_nvfp4_page
+from pagetwin.contract.nvfp4_pages import split_nvfp4_cache, split_nvfp4_page
 from pagetwin.reference.cache.formats.nvfp4 import encode_e2m1, load, meaning, store
 from torch import Tensor
 
@@ -18,9 +18,9 @@ def pages(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the bytes of a key or value, or the views of a page, which both twins share."""
     size = inputs["head_size"]
     if "block_size" not in inputs:
-        return {"full_dim": NVFP4.elements(size) + NVFP4.scale_bytes(size)}
+        return {"full_dim": NVFP4.row_bytes(size)}
     slots, heads = inputs["block_size"], inputs["num_kv_heads"]
-    half = heads * slots * (NVFP4.elements(size) + NVFP4.scale_bytes(size))
+    half = heads * slots * NVFP4.row_bytes(size)
     if "physical_layout" not in inputs:
         # vLLM splits the keys and the values of pages one by one
         page = torch.zeros(2, half, dtype=torch.uint8)
@@ -30,10 +30,11 @@ def pages(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         for view in found.values():
             view["strides"][0] = half
         return found
-    layout = inputs["physical_layout"]
-    page = torch.zeros(inputs["num_blocks"], 2 * half, dtype=torch.uint8)
+    layout, width = inputs["physical_layout"], NVFP4.row_bytes(size)
     by_head = layout == "HND"
-    parts = split_nvfp4_page(page, slots, heads, size, by_head=by_head)
+    order = (2 * heads, slots) if by_head else (slots, 2 * heads)
+    cache = torch.zeros(inputs["num_blocks"], *order, width, dtype=torch.uint8)
+    parts = split_nvfp4_cache(cache if by_head else cache.transpose(1, 2), size)
     names = ("k_data", "v_data", "k_scale", "v_scale")
     views = [view_of(part, by_head) for part in parts]
     return {"layout": layout, "block_bytes": 2 * half} | dict(
