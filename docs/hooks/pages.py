@@ -93,6 +93,11 @@ def on_post_page(output: str, page: Page, **kwargs: Any) -> str:
     return output.replace(COUNTED, "")
 
 
+def on_post_template(output_content: str, **kwargs: Any) -> str:
+    """Do the same for 404.html, which is a template and not a page."""
+    return output_content.replace(COUNTED, "")
+
+
 def on_page_markdown(markdown: str, page: Page, **kwargs: Any) -> str:
     """Replace every macro call in a page. An unknown name ends the build.
 

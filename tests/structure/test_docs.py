@@ -117,15 +117,6 @@ def test_every_step_of_the_reference_is_shown_next_to_one_of_the_twin(
     assert 'class="nothing"' not in page
 
 
-@pytest.mark.site
-def test_a_page_needs_no_network(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        loaded = re.findall(
-            r'<(?:script|img|link)[^>]+(?:src|href)="(http[^"]+)"', page.read_text()
-        )
-        assert not loaded, page
-
-
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r"[\w/-]+\.md\b", (ROOT / "mkdocs.yml").read_text())
     assert sorted(listed) == sorted(

@@ -2,11 +2,15 @@
 
     python tests/gpu/serving/format_errors.py FOLDER > record.jsonl
     python docs/hooks/page_data.py cache_formats record.jsonl --date DATE --commit COMMIT
+    python tests/gpu/serving/format_errors.py FOLDER --noise 1e-7
 
 FOLDER is what `real_weights.py` has written. The model reads its page of text once in each format.
 Keys and values of every layer, in bfloat16, are stored and loaded by the reference's files of the
 format, and attended to in float32. The error is that of the outputs of attention,
 with the queries, keys and values of the unchanged model, relative to their norm.
+
+With --noise, every embedding is multiplied by 1 plus a random number of that size. The lines then
+show what this changes: a number that is rounded to another code changes all later layers.
 """
 
 import argparse
@@ -78,8 +82,8 @@ class Attention:
 @torch.no_grad()
 def read_text(
     model: Any, ids: list[int], form: CacheFormat | None
-) -> tuple[float, Any]:
-    """Return the perplexity of a text, and the arguments of each layer's attention."""
+) -> tuple[Tensor, Any]:
+    """Return the log-probabilities of a text, and the arguments of each layer's attention."""
     from transformers import AttentionInterface
 
     attention = Attention(form)
@@ -87,7 +91,34 @@ def read_text(
     model.set_attn_implementation("formats")
     logits = model(torch.tensor([ids]), use_cache=False).logits[0]
     chosen = logits[:-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
-    return math.exp(-float(chosen.mean())), attention.calls
+    return chosen[:, 0], attention.calls
+
+
+def perplexity(found: Tensor) -> float:
+    """Return the perplexity of log-probabilities, to three decimals."""
+    return round(math.exp(-float(found.mean())), 3)
+
+
+@torch.no_grad()
+def show_noise(model: Any, ids: list[int], noise: float) -> None:
+    """Print what noise in the embeddings changes with every format."""
+    weight = model.get_input_embeddings().weight
+    plain, generator = weight.clone(), torch.Generator().manual_seed(0)
+    noisy = plain * (1 + noise * torch.randn(plain.shape, generator=generator))
+    for form in (None, *FORMATS.values()):
+        found = []
+        for values in (plain, noisy):
+            weight.copy_(values)
+            found.append(read_text(model, ids, form)[0])
+        line = {
+            "format": form.name if form else None,
+            "noise": noise,
+            "perplexity": [perplexity(one) for one in found],
+            "logprob_difference_max": round(
+                float((found[0] - found[1]).abs().max()), 6
+            ),
+        }
+        print(json.dumps(line), flush=True)
 
 
 def needle_weight(form: CacheFormat) -> float:
@@ -106,11 +137,16 @@ def main() -> None:
     """Print a line of JSON per format."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    model, ids = load(folder), tokens(folder, "text")
+    parser.add_argument("--noise", type=float, default=0.0)
+    asked = parser.parse_args()
+    model, ids = load(asked.folder), tokens(asked.folder, "text")
+    if asked.noise:
+        show_noise(model, ids, asked.noise)
+        return
     plain, calls = read_text(model, ids, None)
     print(
-        f"{len(ids)} tokens, perplexity without a cache: {plain:.3f}", file=sys.stderr
+        f"{len(ids)} tokens, perplexity without a cache: {perplexity(plain)}",
+        file=sys.stderr,
     )
     for form in FORMATS.values():
         errors = []
@@ -124,7 +160,7 @@ def main() -> None:
             "bytes": form.page_bytes(1, 1, 128, 128, torch.bfloat16),
             "error": round(sum(errors) / len(errors), 5),
             "largest_error": round(max(errors), 5),
-            "perplexity": round(read_text(model, ids, form)[0], 3),
+            "perplexity": perplexity(read_text(model, ids, form)[0]),
             "needle_weight": round(needle_weight(form), 5),
         }
         print(json.dumps(line), flush=True)
