@@ -137,7 +137,9 @@ def format_figure(device: str, record: Path | None = None) -> str:
     ]
     for time in (0.4, 0.6, 0.8, 1.0, 1.2):
         across, _ = place(time, 1.0)
-        words = f'<text x="{across}" y="{BOTTOM + 18}" text-anchor="middle">{time}</text>'
+        words = (
+            f'<text x="{across}" y="{BOTTOM + 18}" text-anchor="middle">{time}</text>'
+        )
         parts.append(words)
     for error in (0.001, 0.01, 0.1):
         _, down = place(1.0, error)

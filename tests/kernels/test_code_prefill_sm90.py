@@ -151,10 +151,12 @@ def test_a_log_sum_exp_over_int4_needs_keys_that_are_exact() -> None:
 
 @pytest.mark.usefixtures("without_native_fp8")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_large_scores_have_keys_that_are_exact(form: CacheFormat) -> None:
+def test_large_scores_have_keys_that_are_exact(
+    form: CacheFormat, device: torch.device
+) -> None:
     """A score of 40 times a rounding of its key is a change of its weight by 8 %."""
     plan = replace(BATCHES["head size 128"], dtype=BF16)
-    call = make_call(plan, form, APART, torch.device("cpu"), False)[1]
+    call = make_call(plan, form, APART, device, False)[1]
     made = family.plan(call)
     for factor, rounds in ((1.0, True), (2.0, True), (2.1, False)):
         scaled = call._replace(scale=factor * 128**-0.5)

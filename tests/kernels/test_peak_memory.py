@@ -25,6 +25,9 @@ from support.large_caches import (
 )
 from support.peak_memory import measure_peak
 
+on_a_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled, and not interpreted"
+)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WRITTEN = tuple(FORMATS.values())
 READ = tuple(
@@ -132,6 +135,7 @@ def expect_bounded(call: LargeCall, device: torch.device) -> None:
     assert peak <= most, f"{peak} bytes of {most}; the cache has {call.cache_bytes}"
 
 
+@on_a_cpu
 @pytest.mark.sample(8)
 @pytest.mark.parametrize("name", CALLS)
 def test_no_call_materialises_a_cache(name: str) -> None:
@@ -145,6 +149,7 @@ def test_no_call_materialises_a_cache_on_a_gpu(name: str) -> None:
     expect_bounded(CALLS[name](ON_A_GPU, GPU), GPU)
 
 
+@on_a_cpu
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_a_planted_gather_exceeds_the_bound(name: str) -> None:
@@ -161,6 +166,7 @@ def test_a_planted_gather_exceeds_the_bound_on_a_gpu(name: str, form: object) ->
     expect_exceeded(ATTENTION[name](form, ON_A_GPU, GPU, gathers=True), GPU)
 
 
+@on_a_cpu
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", LATENTS)
 def test_a_context_that_is_expanded_as_a_whole_exceeds_the_bound(kind: str) -> None:

@@ -37,6 +37,11 @@ SPLIT_SIZE = 64 if INTERPRETED else 4096
 instead of 168, and the other batches in docs/benchmark.md lose up to 4.5 %."""
 MAX_WORKSPACE = 1 << 26
 """Numbers of partial results, 256 MiB, for which a workspace is worth its memory."""
+LEAST_COLUMNS, LEAST_PACKED = 16, 32
+"""Columns of a tile of keys or values, at least; and if a byte has two codes.
+
+Tensor cores multiply 16 columns. With 16 columns of packed codes on Hopper the products of triton
+3.6 are wrong."""
 
 
 @once_per_planning
@@ -158,12 +163,13 @@ def _make_config(
     head_size, value_size = query.shape[-1], head_size_of(value)
     form = find_format(key.dtype, options.k_scale)
     has_fp8_codes = form.dtype in TENSOR_SCALE_DTYPES
+    least = LEAST_PACKED if form.codes_per_element > 1 else LEAST_COLUMNS
     return Config(
         GROUP_SIZE=query.shape[1] // value.shape[-2],
         HEAD_DIM=head_size,
-        BLOCK_D=max(16, next_power_of_2(head_size)),
+        BLOCK_D=max(least, next_power_of_2(head_size)),
         V_HEAD_DIM=value_size,
-        BLOCK_DV=max(16, next_power_of_2(value_size)),
+        BLOCK_DV=max(least, next_power_of_2(value_size)),
         BLOCK_SIZE=0 if block_table is None else key.shape[1],
         masks=masks,
         scores=scores,
