@@ -42,6 +42,7 @@ class CacheFormat:
         codes_per_element: Codes in a stored element: 2 if a byte holds two of four bits.
         channels_per_scale: Channels of a key or value with the same scale, if it has several. A
             global scale, which is given, multiplies them. If 0, it has one scale at most.
+        scale_dtype: Of scales that the write measures.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
         loses: Rows of which nothing is left in their codes, in words. If empty, none: a key that
@@ -66,6 +67,7 @@ class CacheFormat:
     dtype: torch.dtype | None = None
     codes_per_element: int = 1
     channels_per_scale: int = 0
+    scale_dtype: torch.dtype = torch.float32
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
     loses: str = ""
@@ -187,6 +189,7 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             channels_per_scale=16,
+            scale_dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.BLOCK,),
         ),
         CacheFormat(
@@ -195,6 +198,7 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             channels_per_scale=16,
+            scale_dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.BLOCK,),
         ),
     )
