@@ -43,6 +43,7 @@ class CacheFormat:
         channels_per_scale: Channels of a key or value with the same scale, if it has several. A
             global scale, which is given, multiplies them. If 0, it has one scale at most.
         is_rotated: Whether keys and values are rotated before they are codes.
+        scale_dtype: Of scales that the write measures.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
         loses: Rows of which nothing is left in their codes, in words. If empty, none: a key that
@@ -68,6 +69,7 @@ class CacheFormat:
     codes_per_element: int = 1
     channels_per_scale: int = 0
     is_rotated: bool = False
+    scale_dtype: torch.dtype = torch.float32
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
     loses: str = ""
@@ -102,11 +104,6 @@ class CacheFormat:
     def has_global_scale(self) -> bool:
         """Whether a number that is given multiplies the scales that are stored."""
         return ScaleAxes.BLOCK in self.scales
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """Dtype of the scales that are stored."""
-        return torch.float8_e4m3fn if self.channels_per_scale else torch.float32
 
     @property
     def head_size_step(self) -> int:
@@ -246,6 +243,7 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             channels_per_scale=16,
+            scale_dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.BLOCK,),
         ),
         CacheFormat(
@@ -254,6 +252,7 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             channels_per_scale=16,
+            scale_dtype=torch.float8_e4m3fn,
             scales=(ScaleAxes.BLOCK,),
         ),
     )

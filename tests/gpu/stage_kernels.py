@@ -96,6 +96,11 @@ class KVQuantMode(IntEnum):
 """,
 }
 """Modules that replace those of vLLM which the kernels import."""
+LIBRARIES = (
+    "vllm/_flashmla_C.abi3.so",
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
+)
+"""FlashMLA and FlashAttention-3, which need nothing else of vLLM."""
 
 
 def main() -> None:
@@ -103,6 +108,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("wheel", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--libraries", action="store_true", help="FlashMLA and FlashAttention-3 too"
+    )
     asked = parser.parse_args()
     named = re.match(r"vllm-([^-]+)-", asked.wheel.name)
     if named is None:
@@ -117,6 +125,8 @@ def main() -> None:
             OPS + kernel: wheel.read(OPS + kernel).decode()
             for kernel in (*KERNELS, *later)
         }
+        if asked.libraries:
+            wheel.extractall(asked.folder, LIBRARIES)
     for name, text in files.items():
         path = asked.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -126,6 +126,11 @@ class CodedCache:
             expect_memory(name, found, wanted)
 
 
+def has_pages(form: CacheFormat) -> bool:
+    """Return whether pages that hold codes and scales are defined for a format."""
+    return form.has_token_scales or form.name.startswith("nvfp4")
+
+
 def in_page(
     page: Tensor,
     slots_and_heads: Sequence[int],
@@ -188,7 +193,7 @@ def make_coded(
     if form.channels_per_scale:
         pair = pick.choices([0.011, 0.25, 1.0, 3.7], k=2)
         global_scales = (pair[0], pair[1])
-    if form.is_measured and not any(elements % 4 for elements in stored):
+    if has_pages(form) and not any(elements % 4 for elements in stored):
         order = order or pick.choice((*PAGES, APART))
         if order in PAGES:
             by_head = order == PAGES[1]
@@ -234,12 +239,12 @@ def slot_scales(
 ) -> Tensor:
     """Return scales of NaN with drawn strides, one per slot and head or per block of channels."""
     step = form.channels_per_scale
-    dtype = torch.float8_e4m3fn if step else torch.float32
     blocks = head_size // step if step else 1
     kind = "packed" if is_packed else pick.choice(SLOT_SCALES)
     order = (slots[0], slots[2], slots[1]) if kind == "heads first" else slots
     wide = 2 if kind == "every other" else 1
-    scales = torch.full((*order, blocks * wide), NAN, device=device).to(dtype)
+    scales = torch.full((*order, blocks * wide), NAN, device=device)
+    scales = scales.to(form.scale_dtype)
     scales = scales[..., ::wide]
     if kind == "heads first":
         scales = scales.transpose(1, 2)
@@ -270,7 +275,12 @@ def coded_call(
         made, measured = encode_by_hand(form, numbers[used], given)
         codes[place] = made.to(codes.device)
         if measured is not None:
-            scale[place] = measured.to(codes.device)
+            # torch does not index every dtype of one byte
+            to, new = (
+                side.view(torch.uint8) if side.element_size() == 1 else side
+                for side in (scale, measured)
+            )
+            to[place] = new.to(codes.device)
     arguments: dict[str, Any] = {
         "key_cache": cache.key,
         "value_cache": cache.value,

@@ -171,14 +171,16 @@ def values_of_any_size_keep_their_relative_accuracy(
         coded = coded_call(call, form, plan.seed)
         expect_right(setting, coded, run_call(setting, coded))
 
-    try_formats([form for form in CODED if form.is_measured], try_one)
+    measured = [form for form in CODED if form.is_measured]
+    try_formats([form for form in measured if fits(form, plan.head_size)], try_one)
 
 
 @law("cascade_attention", cases=[0, 1, 2])
 def a_shared_prefix_of_codes_is_read_once(setting: Setting, seed: int) -> None:
     """The result is that of attention over the whole sequences."""
     plan = BatchPlan((1, 2, 1), (40, 37, 33), table="scattered", seed=seed)
-    call = paged_call(setting.fit(plan), setting.device)
+    plan = setting.fit(plan)
+    call = paged_call(plan, setting.device)
     size = call.arguments["key_cache"].shape[1]
     prefix = 32 // size * size
     rows, table = [list(row) for row in call.rows], call.arguments["block_table"]
@@ -195,7 +197,7 @@ def a_shared_prefix_of_codes_is_read_once(setting: Setting, seed: int) -> None:
         )
         expect_right(setting, coded, run_call(setting, shared))
 
-    try_formats(CODED, try_one)
+    try_formats([form for form in CODED if fits(form, plan.head_size)], try_one)
 
 
 def scales_like(call: Call, **changes: Any) -> Tensor:
@@ -226,9 +228,10 @@ WRONG_SCALES: dict[str, Change] = {
 
 @law("paged_attention", cases=list(WRONG_SCALES), claim="rejects shapes")
 def wrong_scales_of_codes_are_rejected(setting: Setting, what: str) -> None:
+    base = base_call(setting)
     for form in CODED:
-        if form.is_measured:
-            call = coded_call(base_call(setting), form, 0)
+        if form.is_measured and fits(form, base.query.shape[-1]):
+            call = coded_call(base, form, 0)
             expect_rejected(setting, what, call, WRONG_SCALES[what])
 
 

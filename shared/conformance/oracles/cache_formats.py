@@ -222,7 +222,7 @@ def encode_by_hand(
 
     Returns:
         [..., kv_heads, stored elements] codes; and [..., kv_heads] scales, or block scales
-        [..., kv_heads, blocks] in float8_e4m3fn. None if they are given.
+        [..., kv_heads, blocks] in the dtype of block scales. None if they are given.
     """
     given = scale.cpu().numpy() if isinstance(scale, Tensor) else scale
     rows = numbers.cpu().float().numpy()
@@ -230,7 +230,7 @@ def encode_by_hand(
     assert form.dtype is not None
     found = torch.from_numpy(codes).view(form.dtype)
     if form.channels_per_scale:
-        return found, torch.from_numpy(scales).view(torch.float8_e4m3fn)
+        return found, torch.from_numpy(scales).view(form.scale_dtype)
     return found, torch.from_numpy(scales) if form.is_measured else None
 
 
