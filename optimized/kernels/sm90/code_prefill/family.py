@@ -61,12 +61,13 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
         raise unsupported("Hopper prefill kernel for caches of codes")
     form = find_format(call.key.dtype, call.options.k_scale)
     prefill = sm90.plan(_in_16_bits(call))
+    if _fits_queries(call):
+        prefill = prefill.fitted()
     alignment = find_row_alignment(call.key, call.value)
     upcast = make_launcher(call, form.name, alignment)
     code_bytes = 1 / form.codes_per_element
-    has_factors = form.has_token_scales and not _rounds_keys(call)
     return CodePrefillPlan(
-        prefill, upcast, form.has_token_scales, has_factors, code_bytes, alignment
+        prefill, upcast, form.has_token_scales, code_bytes, alignment
     )
 
 
@@ -78,8 +79,6 @@ class CodePrefillPlan:
         prefill: the plan of the prefill kernel for the converted cache.
         upcast: the launcher of the conversion.
         is_measured: whether each key and value has a scale of its own.
-        has_factors: whether the scales of keys multiply their scores. If not, and they have scales
-            of their own, they multiply the keys.
         code_bytes: bytes of a code.
         alignment: bytes at a multiple of which the caches must begin.
     """
@@ -87,7 +86,6 @@ class CodePrefillPlan:
     prefill: PrefillPlan
     upcast: Launcher
     is_measured: bool
-    has_factors: bool
     code_bytes: float
     alignment: int
     is_repeatable: ClassVar[bool] = True
@@ -159,15 +157,16 @@ class CodePrefillPlan:
         heads = query.shape[1]
         shapes = _converted_shapes(call)
         sizes = [math.prod(shape) // 2 for shape in shapes]
-        keys = key.shape[2] * reqs * num_blocks * BLOCK.value * self.has_factors
+        keys = key.shape[2] * reqs * num_blocks * BLOCK.value
         sizes += [
             reqs * num_blocks,
             *((keys, 0) if self.is_measured else (heads, heads)),
         ]
         parts = split_workspace(query.device, sizes)
+        dtypes = self.prefill.dtype, query.dtype
         k_out, v_out = (
-            part.view(query.dtype).view(shape)
-            for part, shape in zip(parts, shapes, strict=False)
+            part.view(dtype).view(shape)
+            for part, dtype, shape in zip(parts, dtypes, shapes, strict=False)
         )
         table = parts[2].view(torch.int32).view(reqs, num_blocks)
         arguments = {
@@ -179,8 +178,8 @@ class CodePrefillPlan:
             "k_out": k_out,
             "v_out": v_out,
             "table_out": table,
-            "k_scales_out": parts[3] if parts[3].numel() else None,
-            "v_scales_out": None if self.is_measured else parts[4],
+            "k_scales_out": parts[3],
+            "v_scales_out": parts[4],
             "k_scale": scale_arguments(call.options.k_scale)[0],
             "v_scale": scale_arguments(call.options.v_scale)[0],
             "short_rows": short_rows,
@@ -190,11 +189,10 @@ class CodePrefillPlan:
         grid = (2 * key.shape[2], num_blocks, reqs)
         launch_by_pointers(self.upcast, grid, UpcastArguments, arguments)
         converted = call._replace(key=k_out, value=v_out, block_table=table)
-        if self.has_factors:
+        if self.is_measured:
             factors = parts[3].view(key.shape[2], reqs, num_blocks * BLOCK.value)
             return converted, short_rows, (None, None), factors
-        scales = (None, None) if self.is_measured else (parts[3], parts[4])
-        return converted, short_rows, scales, None
+        return converted, short_rows, (parts[3], parts[4]), None
 
 
 def _takes_signature(call: AttentionCall) -> bool:
@@ -203,32 +201,29 @@ def _takes_signature(call: AttentionCall) -> bool:
     form = find_format(key.dtype, call.options.k_scale)
     if not form.scales_whole_rows or value.dtype != key.dtype:
         return False
-    if form.is_rotated and not _rounds_keys(call) and not _are_keys_exact(call):
+    if form.is_rotated and not _are_keys_exact(call):
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
     return find_planes(_in_16_bits(call)) is not None
 
 
-def _rounds_keys(call: AttentionCall) -> bool:
-    """Return whether keys with scales of their own are multiplied by them, and rounded.
-
-    That is so for int4 if the log-sum-exp is not wanted: its error budget is float32, and that of
-    an output is of plain torch in its dtype, which rounds keys too. Outputs took up to 0.3 of
-    theirs with scores of a standard deviation of 1, 0.5 with one of 3.4, and 1.0 with one of 11.
-    """
-    form = find_format(call.key.dtype, call.options.k_scale)
-    return form.is_rotated and call.lse is None
-
-
 def _are_keys_exact(call: AttentionCall) -> bool:
-    """Return whether rotated keys, rotated back and in front of their scale, are exact.
+    """Return whether rotated keys, rotated back and before their scale, are exact in float16.
 
-    They are integers up to 15 times the channels of a rotation. Float16 has those up to 2,048, and
-    bfloat16 those up to 256.
+    They are integers up to 15 times the channels of a rotation, and float16 has those up to 2,048.
+    Bfloat16 has those up to 256. Its queries are fitted to float16 (`Sm90Config.FITS_QUERIES`).
     """
-    channels = count_channels.fn(call.query.shape[-1])
-    return call.query.dtype == torch.float16 and 15 * channels <= 2048
+    head_size = call.query.shape[-1]
+    if call.query.dtype != torch.float16 and head_size != head_size_of(call.value):
+        return False
+    return 15 * count_channels.fn(head_size) <= 2048
+
+
+def _fits_queries(call: AttentionCall) -> bool:
+    """Return whether bfloat16 queries are fitted to float16, in which keys are exact."""
+    form = find_format(call.key.dtype, call.options.k_scale)
+    return form.is_rotated and call.query.dtype == torch.bfloat16
 
 
 def _count_blocks(call: AttentionCall) -> int:
