@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_faults import Fault, changed_kernels
 from pagetwin.conformance.checks.coded_caches import APART, PAGES
-from support.hopper_codes import CASES, MEASURED, OF_EIGHT_BITS, check
+from support.hopper_codes import CASES, MEASURED, check
 
 pytestmark = [
     pytest.mark.long,
@@ -101,21 +101,56 @@ FAULTS = {
         "sm90/code_prefill/rotation.py",
         "(low - high)",
         "(low + high)",
-        "prefill without a log-sum-exp, 128 keys without a mask",
+        "prefill, 128 keys without a mask",
         "budget",
     ),
     "levels of a prefill have half of their zero point": Fault(
         "sm90/code_prefill/rotation.py",
         "2.0 * zero_point",
         "zero_point",
-        "prefill without a log-sum-exp, 128 keys without a mask",
+        "prefill, 128 keys without a mask",
         "budget",
     ),
     "elements of other rotations of a prefill are added": Fault(
         "sm90/code_prefill/rotation.py",
         "if CHANNELS < SIZE:",
         "if CHANNELS < 0:",
-        "prefill without a log-sum-exp, head size 80",
+        "prefill, head size 80",
+        "budget",
+    ),
+    "a fitted query has the divisor of no row": Fault(
+        "sm90/prefill/fitting.py",
+        "return gl.exp2(exponent)",
+        "return gl.exp2(exponent * 0.0)",
+        "prefill, 128 keys without a mask",
+        "budget",
+    ),
+    "fitted queries are not fenced": Fault(
+        "sm90/prefill/fitting.py",
+        "    fence_async_shared()\n",
+        "",
+        "prefill, 128 keys without a mask",
+        "fence",
+    ),
+    "queries are fitted before they are loaded": Fault(
+        "sm90/prefill/fitting.py",
+        "    shared.q_pipe.consumer_wait(q_state)\n",
+        "",
+        "prefill, 128 keys without a mask",
+        "",
+    ),
+    "outputs of fitted queries are stored as float16": Fault(
+        "sm90/prefill/epilogue.py",
+        "acc[i].to(dtype).to(q.dtype, bitcast=True)",
+        "acc[i].to(q.dtype)",
+        "prefill, head size 128, fitted",
+        "budget",
+    ),
+    "the last columns of a query are not fitted": Fault(
+        "sm90/prefill/fitting.py",
+        "split_columns(config.HEAD_SIZE)",
+        "split_columns(64)",
+        "prefill, 128 keys without a mask",
         "budget",
     ),
     "heads of a prefill share the factors of the first": Fault(
@@ -133,8 +168,9 @@ def test_a_fault_is_found_in_some_format(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fault = FAULTS[name]
-    is_converted = fault.case.startswith("prefill, ")
-    forms = OF_EIGHT_BITS if is_converted else MEASURED
+    forms = MEASURED
+    if fault.case.startswith("prefill, "):
+        forms = [form for form in MEASURED if form.is_rotated]
     order = PAGES[0] if "page" in name else APART
     found = []
     with changed_kernels(tmp_path, fault.old, fault.new, fault.file):

@@ -9,7 +9,6 @@ from pagetwin.conformance.cases.batches import BatchPlan
 from pagetwin.conformance.cases.options import Call, paged_call
 from pagetwin.conformance.checks.coded_caches import APART, PAGES, coded_call
 from pagetwin.conformance.checks.dense import same_bits
-from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS, CacheFormat
 from pagetwin.contract.operations import load_implementation
 from pagetwin.optimized.dispatch.choice import make_attention_plan
@@ -17,6 +16,7 @@ from pagetwin.optimized.kernels.sm90.code_prefill import family
 from pagetwin.optimized.kernels.sm90.code_prefill.kernel import BLOCK
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.reference import gather_cache
+from support.hopper_codes import to_family
 from support.sm90_calls import needs_hopper
 from torch import Tensor
 
@@ -45,26 +45,7 @@ def make_call(
     needles = [(req, keys - 1) for req, keys in enumerate(plan.kv_lens)]
     call = paged_call(plan, device, needles, **options)
     call = replace(coded_call(call, form, plan.seed, order), wants_lse=has_lse)
-    given = call.arguments
-    out = torch.full_like(given["query"], torch.nan)
-    tokens, heads, head_size = out.shape
-    lse = torch.full((heads, tokens), torch.nan, device=device)
-    names = ("query", "key_cache", "value_cache", "block_table", "query_start_loc")
-    return call, AttentionCall(
-        *(given[name] for name in names),
-        given["seq_lens"],
-        given["max_query_len"],
-        given["max_seq_len"],
-        head_size**-0.5,
-        out,
-        lse if has_lse else None,
-        AttentionOptions(
-            causal=True,
-            k_scale=given["k_scale"],
-            v_scale=given["v_scale"],
-            **options,
-        ),
-    )
+    return call, to_family(call, has_lse)[0]
 
 
 def numbers_of(call: AttentionCall, req: int) -> tuple[Tensor, Tensor]:
@@ -81,32 +62,32 @@ def numbers_of(call: AttentionCall, req: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.sample(4)
 @pytest.mark.usefixtures("without_native_fp8")
-@pytest.mark.parametrize("has_lse", [False, True], ids=["no lse", "lse"])
+@pytest.mark.parametrize("dtype", [FP16, BF16])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("has_lse", [False, True], ids=["no lse", "lse"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_converted_numbers_are_those_of_the_reference_rounded_once(
+def test_converted_keys_times_their_factors_are_exact_and_others_are_rounded_once(
     name: str,
-    dtype: torch.dtype,
+    has_lse: bool,
     order: str,
     form: CacheFormat,
-    has_lse: bool,
+    dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """The product of a key and its factor is exact."""
-    if dtype == BF16 and device.type == "cpu":
-        pytest.skip("the interpreter truncates to bfloat16")
     plan = replace(BATCHES[name], dtype=dtype, seed=3)
     call = make_call(plan, form, order, device, has_lse)[1]
-    is_exact = not form.is_rotated or (dtype == FP16 and plan.head_size <= 128)
+    is_exact = not form.is_rotated or plan.head_size <= 128
     if has_lse and not is_exact:
-        with pytest.raises(NotImplementedError, match="Hopper prefill kernel for cac"):
+        with pytest.raises(NotImplementedError, match="use the portable kernel"):
             family.plan(call)
         return
     found, _, scales, factors = family.plan(call).convert(call, 8)
     assert scales == (None, None)
-    assert (factors is not None) == (has_lse or (is_exact and dtype == FP16))
+    rounds = not has_lse and (dtype == BF16 or not is_exact)
+    assert (factors is None) is rounds
+    assert found.key.dtype == (FP16 if form.is_rotated and not rounds else dtype)
+    assert found.value.dtype == dtype
     for req, length in enumerate(plan.kv_lens):
         if plan.query_lens[req] * plan.group <= 8:
             continue
@@ -116,12 +97,13 @@ def test_converted_numbers_are_those_of_the_reference_rounded_once(
         keys, values = (
             cache[rows].flatten(0, 1)[:length] for cache in (found.key, found.value)
         )
-        assert same_bits(values, value.to(dtype))
-        if factors is None:
-            assert same_bits(keys, key.to(dtype))
-        else:
+        if factors is not None:
             of_keys = factors[:, req, :length].T[..., None]
             assert same_bits(keys.float() * of_keys, key)
+        # Triton's interpreter truncates to bfloat16
+        if dtype == FP16 or device.type == "cuda":
+            assert same_bits(values, value.to(dtype))
+            assert factors is not None or same_bits(keys, key.to(dtype))
 
 
 @pytest.mark.usefixtures("without_native_fp8")
@@ -140,29 +122,40 @@ def test_keys_before_a_window_become_0(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("without_native_fp8")
-def test_a_log_sum_exp_over_int4_needs_keys_that_are_exact() -> None:
-    """Those of bfloat16 have 8 significant bits, and an integer up to 1,920 needs 11."""
+def test_bfloat16_queries_are_fitted_for_int4_alone() -> None:
+    """Keys of eight bits are exact in bfloat16, and an integer up to 1,920 is not."""
     device = torch.device("cpu")
-    plan = replace(BATCHES["ragged"], dtype=BF16)
-    family.plan(make_call(plan, INT4, APART, device, False)[1])
-    with pytest.raises(NotImplementedError, match="use the portable kernel"):
-        family.plan(make_call(plan, INT4, APART, device, True)[1])
+    for form in FORMS:
+        for dtype in (BF16, FP16):
+            plan = replace(BATCHES["ragged"], dtype=dtype)
+            made = family.plan(make_call(plan, form, APART, device, False)[1])
+            is_fitted = form.is_rotated and dtype == BF16
+            assert made.exact is not None
+            assert made.exact.config.FITS_QUERIES is is_fitted
 
 
 @pytest.mark.usefixtures("without_native_fp8")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_large_scores_have_keys_that_are_exact(
-    form: CacheFormat, device: torch.device
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_keys_are_rounded_for_small_scores_alone(
+    head_size: int, form: CacheFormat, device: torch.device
 ) -> None:
-    """A score of 40 times a rounding of its key is a change of its weight by 8 %."""
-    plan = replace(BATCHES["head size 128"], dtype=BF16)
-    call = make_call(plan, form, APART, device, False)[1]
-    made = family.plan(call)
-    for factor, rounds in ((1.0, True), (2.0, True), (2.1, False)):
-        scaled = call._replace(scale=factor * 128**-0.5)
-        assert made.takes(scaled) is (rounds or not form.is_rotated)
-        if made.takes(scaled):
-            assert (made.convert(scaled, 8)[3] is None) is rounds
+    """A score of 40 times a rounding of its key changes its weight by 8 %."""
+    plan = replace(BATCHES[f"head size {head_size}"], dtype=BF16)
+    is_exact = not form.is_rotated or head_size == 128
+    for has_lse in (False, True):
+        call = make_call(plan, form, APART, device, has_lse)[1]
+        if has_lse and not is_exact:
+            with pytest.raises(NotImplementedError, match="use the portable kernel"):
+                family.plan(call)
+            continue
+        made = family.plan(call)
+        for factor in (1.0, 2.0, 2.1):
+            scaled = call._replace(scale=factor * head_size**-0.5)
+            rounds = not has_lse and factor <= 2.0
+            assert made.takes(scaled) is (rounds or is_exact)
+            if made.takes(scaled):
+                assert (made.convert(scaled, 8)[3] is None) is rounds
 
 
 @pytest.mark.usefixtures("without_native_fp8")
@@ -194,14 +187,50 @@ def test_prefills_are_converted_and_right(
 ) -> None:
     plan = replace(BATCHES[name], dtype=dtype, seed=5)
     call, of_family = make_call(plan, form, order, torch.device("cuda"), has_lse)
-    is_exact = not form.is_rotated or (dtype == FP16 and plan.head_size <= 128)
+    is_exact = not form.is_rotated or plan.head_size <= 128
     planned = make_attention_plan(of_family).prefills[0]
-    assert isinstance(planned, family.CodePrefillPlan) is (is_exact or not has_lse)
+    is_planned = is_exact or not has_lse
+    assert isinstance(planned, family.CodePrefillPlan) is is_planned
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))
 
 
 @needs_hopper
+@pytest.mark.parametrize("size", [2.0**-60, 1e-3, 1.0, 1e3, 2.0**60])
+def test_bfloat16_queries_of_any_size_are_fitted(size: float) -> None:
+    """Each row has a size of its own. The scale keeps scores as they are."""
+    plan = replace(BATCHES["head size 128"], dtype=BF16, seed=8, scale=128**-0.5 / size)
+    call, _ = make_call(plan, INT4, APART, torch.device("cuda"), True)
+    call.query[:] = torch.randn_like(call.query.float()) * size
+    call.query[::2] *= 0.015625
+    out, lse = call.run(load_implementation("optimized"))
+    call.assert_right(out, lse, load_implementation("reference"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("scale", [1.0, 16.0])
+def test_scores_of_any_size_over_int4_are_within_their_budgets(scale: float) -> None:
+    """With keys in bfloat16 outputs took up to 4 times their budget."""
+    plan = replace(BATCHES["head size 128"], dtype=BF16, seed=9, scale=scale)
+    call = coded_call(paged_call(plan, torch.device("cuda")), INT4, 9, APART)
+    out, lse = call.run(load_implementation("optimized"))
+    call.assert_right(out, lse, load_implementation("reference"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_prefills_with_large_scores_are_right(
+    form: CacheFormat, dtype: torch.dtype
+) -> None:
+    plan = replace(BATCHES["head size 128"], dtype=dtype, seed=7, scale=1.0)
+    call, _ = make_call(plan, form, APART, torch.device("cuda"), False)
+    out, lse = call.run(load_implementation("optimized"))
+    call.assert_right(out, lse, load_implementation("reference"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("has_lse", [False, True], ids=["no lse", "lse"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     "options",
@@ -211,9 +240,9 @@ def test_prefills_are_converted_and_right(
     ids=str,
 )  # fmt: skip
 def test_prefills_from_int4_with_options_are_right(
-    options: dict[str, Any], dtype: torch.dtype
+    options: dict[str, Any], dtype: torch.dtype, has_lse: bool
 ) -> None:
     plan = replace(BATCHES["head size 128"], dtype=dtype, seed=6)
-    call, _ = make_call(plan, INT4, PAGES[0], torch.device("cuda"), False, **options)
+    call, _ = make_call(plan, INT4, PAGES[0], torch.device("cuda"), has_lse, **options)
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))

@@ -75,6 +75,7 @@ class Case(NamedTuple):
         is_prefix: whether the call is over the prefix of a cascade.
         max_query_len: bound of the longest request.
         has_factors: whether each key has a factor.
+        fits_queries: whether keys are float16, and queries are fitted to it.
     """
 
     dtype: torch.dtype
@@ -90,6 +91,7 @@ class Case(NamedTuple):
     is_prefix: bool = False
     max_query_len: int = 156
     has_factors: bool = False
+    fits_queries: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -105,6 +107,7 @@ class Case(NamedTuple):
         words += ["prefix"] if self.is_prefix else []
         words += ["few rows"] if self.max_query_len < 156 else []
         words += ["factors"] if self.has_factors else []
+        words += ["fitted queries"] if self.fits_queries else []
         return ", ".join(words)
 
 
@@ -190,7 +193,14 @@ CASES = [
     Case(BF16, 64, 128, True, True, has_factors=True),
     Case(FP16, 256, 128, True, False, {"logits_soft_cap": 30.0}, has_factors=True),
     Case(BF16, 128, 128, True, False, group=1, has_factors=True),
-]
+    Case(BF16, 128, 128, True, True, has_factors=True, fits_queries=True),
+    Case(BF16, 64, 128, True, True, has_factors=True, fits_queries=True),
+    Case(BF16, 96, 128, True, True, has_factors=True, fits_queries=True),
+    Case(
+        BF16, 128, 128, True, True, {"logits_soft_cap": 30.0}, group=5,
+        has_factors=True, fits_queries=True,
+    ),
+]  # fmt: skip
 EVERY_DAY = 14
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
@@ -241,7 +251,10 @@ def record(case: Case) -> dict[str, Any]:
         append.plan(call).launch(call)
     else:
         factors = torch.zeros(kv_heads, 2, 2 * block_size) if case.has_factors else None
-        family.plan(call).launch_prefill(call, 16, (None, None), factors)
+        plan = family.plan(call)
+        if case.fits_queries:
+            plan = plan.fitted()
+        plan.launch_prefill(call, 16, (None, None), factors)
     return launches[0]
 
 

@@ -6,11 +6,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from pagetwin.conformance.cases.batches import BatchPlan
-from pagetwin.conformance.cases.options import paged_call
+from pagetwin.conformance.cases.options import Call, paged_call
 from pagetwin.conformance.checks.coded_caches import APART, PAGES, coded_call
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.cache_formats import FORMATS, CacheFormat
 from pagetwin.contract.operations import load_implementation
 from pagetwin.optimized.kernels.sm90.code_decode.family import CodeDecodePlan
+from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
+from pagetwin.optimized.runtime.attention_call import AttentionCall
+from torch import Tensor
 
 from support.hopper_fp8 import pretend_fp8_hopper
 
@@ -21,7 +25,6 @@ MEASURED = [
     # what vLLM's rule writes is read as ours
     if form.has_token_scales and not form.name.endswith("vllm")
 ]
-OF_EIGHT_BITS = [form for form in MEASURED if form.codes_per_element == 1]
 ORDERS = (APART, *PAGES)
 RAGGED = (1, 4, 0, 2, 1), (50, 400, 40, 131, 300)
 DECODES: dict[str, tuple[BatchPlan, dict[str, Any]]] = {
@@ -64,6 +67,27 @@ PREFILLS: dict[str, tuple[BatchPlan, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+FITTED: dict[str, tuple[BatchPlan, dict[str, Any]]] = {
+    "head size 80, fitted": (
+        BatchPlan((70, 9), (170, 9), head_size=80, group=4, dtype=BF16), {}
+    ),
+    "head size 128, fitted": (
+        BatchPlan((40,), (140,), head_size=128, group=4, dtype=BF16), {}
+    ),
+    "head size 112, fitted": (
+        BatchPlan((24,), (140,), head_size=112, group=2, dtype=BF16), {}
+    ),
+    "a group of 3, fitted, sinks": (
+        BatchPlan((40,), (170,), head_size=64, group=3, dtype=BF16, kv_heads=1),
+        {"sinks": torch.tensor([-3.0, 0.5, 4.0])},
+    ),
+    "a window and a cap, fitted": (
+        BatchPlan((40,), (170,), head_size=128, group=1, dtype=BF16, kv_heads=1),
+        {"sliding_window": 70, "logits_soft_cap": 5.0},
+    ),
+}  # fmt: skip
+"""Prefills whose bfloat16 queries are fitted to float16."""
+
 
 class CodedCase(NamedTuple):
     """A call with a cache of codes.
@@ -74,7 +98,7 @@ class CodedCase(NamedTuple):
         order: of codes and scales in memory, one of ORDERS.
         options: of the call.
         is_prefill: whether the prefill kernel computes the long requests.
-        has_lse: whether the log-sum-exp is wanted.
+        is_alone: whether it computes all of them, into an output of 16 bits.
     """
 
     plan: BatchPlan
@@ -82,7 +106,7 @@ class CodedCase(NamedTuple):
     order: str = APART
     options: dict[str, Any] = {}  # noqa: RUF012 (it is never changed)
     is_prefill: bool = False
-    has_lse: bool = True
+    is_alone: bool = False
 
 
 CASES = {
@@ -95,15 +119,33 @@ CASES = {
     for name, (plan, options) in PREFILLS.items()
     for form in MEASURED
     for order in ORDERS
-    if form in OF_EIGHT_BITS or plan.dtype == FP16
 } | {
-    f"{form.name}, {order}, prefill without a log-sum-exp, {name}": CodedCase(
-        plan, form, order, options, True, False
+    f"{form.name}, {order}, prefill, {name}": CodedCase(
+        plan, form, order, options, True, True
     )
-    for name, (plan, options) in PREFILLS.items()
+    for name, (plan, options) in FITTED.items()
     for form in MEASURED
-    for order in (ORDERS if form not in OF_EIGHT_BITS else ORDERS[:1])
+    if form.is_rotated
+    for order in ORDERS[:1]
 }  # fmt: skip
+
+
+def to_family(
+    call: Call, has_lse: bool = True
+) -> tuple[AttentionCall, Tensor, Tensor | None]:
+    """Return a call as a kernel family takes it, its output and its log-sum-exp, full of NaN."""
+    given = call.arguments
+    tokens, heads, head_size = call.query.shape
+    out = torch.full_like(call.query, torch.nan)
+    lse = torch.full((heads, tokens), torch.nan, device=out.device) if has_lse else None
+    names = (
+        "query", "key_cache", "value_cache", "block_table", "query_start_loc", "seq_lens",
+        "max_query_len", "max_seq_len",
+    )  # fmt: skip
+    scale = given.get("scale") or head_size**-0.5
+    options = pack_options(**given)["options"]
+    made = AttentionCall(*(given[name] for name in names), scale, out, lse, options)
+    return made, out, lse
 
 
 def check(case: CodedCase, patch: pytest.MonkeyPatch) -> None:
@@ -116,7 +158,12 @@ def check(case: CodedCase, patch: pytest.MonkeyPatch) -> None:
     plan = replace(case.plan, seed=7)
     call = paged_call(plan, torch.device("cpu"), needles, **case.options)
     call = coded_call(call, case.form, plan.seed, case.order)
-    call = replace(call, wants_lse=case.has_lse)
+    if case.is_alone:
+        of_family, out, lse = to_family(call)
+        with pretend_fp8_hopper(patch):
+            code_prefill.plan(of_family).launch_prefill(of_family, 0)
+        call.assert_right(out, lse, load_implementation("reference"))
+        return
     with pretend_fp8_hopper(patch) as launches:
         # few decodes have a portable kernel
         patch.setattr(CodeDecodePlan, "is_few", lambda *_: False)

@@ -48,7 +48,7 @@ ROUNDED_SCALE = 2.0
 """Keys are rounded up to this scale of the scores, in units of head_size ** -0.5.
 
 If queries and keys have a variance of 1, it is the standard deviation of the scores. Outputs took
-up to 0.3 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
+up to 0.4 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
 one of 25."""
 
 
@@ -67,13 +67,16 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
         raise unsupported("Hopper prefill kernel for caches of codes")
     form = find_format(call.key.dtype, call.options.k_scale)
     prefill = sm90.plan(_in_16_bits(call))
+    exact = None
+    if not form.is_rotated or _are_keys_exact(call):
+        exact = prefill.fitted() if _fits_queries(call) else prefill
+    rounded = prefill if _may_round_keys(call) else None
     alignment = find_row_alignment(call.key, call.value)
     upcast = make_launcher(call, form.name, alignment)
     code_bytes = 1 / form.codes_per_element
     return CodePrefillPlan(
-        prefill, upcast, form.has_token_scales, _may_round_keys(call),
-        _are_keys_exact(call), code_bytes, alignment,
-    )  # fmt: skip
+        prefill, exact, rounded, upcast, form.has_token_scales, code_bytes, alignment
+    )
 
 
 @dataclass
@@ -81,20 +84,22 @@ class CodePrefillPlan:
     """Launches for all calls with one signature.
 
     Args:
-        prefill: the plan of the prefill kernel for the converted cache.
+        prefill: the plan of the prefill kernel for a cache in the dtype of the queries.
+        exact: Optional. The plan if keys are converted exactly, and their scales multiply the
+            scores. None if they are not exact in 16 bits.
+        rounded: Optional. The plan if keys are multiplied by scales of their own, and rounded. None
+            if they may not be.
         upcast: the launcher of the conversion.
         is_measured: whether each key and value has a scale of its own.
-        may_round_keys: whether scales of keys may multiply the keys, which are rounded.
-        are_keys_exact: whether keys without their scales are exact, which may multiply the scores.
         code_bytes: bytes of a code.
         alignment: bytes at a multiple of which the caches must begin.
     """
 
     prefill: PrefillPlan
+    exact: PrefillPlan | None
+    rounded: PrefillPlan | None
     upcast: Launcher
     is_measured: bool
-    may_round_keys: bool
-    are_keys_exact: bool
     code_bytes: float
     alignment: int
     is_repeatable: ClassVar[bool] = True
@@ -124,21 +129,21 @@ class CodePrefillPlan:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         if _count_bytes(call) > MAX_BYTES:
             return False
-        if not (self.are_keys_exact or self._rounds_keys(call)):
-            return False
         addresses = call.key.data_ptr() | call.value.data_ptr()
         if addresses % self.alignment:
             return False
         if addresses % 16:
             # the converted cache is aligned
             call = _in_16_bits(call)
+        plan = self._choose(call)[0]
         # the cache of codes has more rows than the converted one, or MAX_BYTES bounds them
-        return self.prefill.takes(call)
+        return plan is not None and plan.takes(call)
 
-    def _rounds_keys(self, call: AttentionCall) -> bool:
-        """Return whether the keys of a call are multiplied by their scales, and rounded."""
-        most = ROUNDED_SCALE * call.query.shape[-1] ** -0.5
-        return self.may_round_keys and call.scale <= most
+    def _choose(self, call: AttentionCall) -> tuple[PrefillPlan | None, bool]:
+        """Return a plan, and whether keys are rounded. For scores that may be large: exact."""
+        is_small = call.scale <= ROUNDED_SCALE * call.query.shape[-1] ** -0.5
+        rounds = is_small and self.rounded is not None
+        return self.rounded if rounds else self.exact, rounds
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""
@@ -153,7 +158,9 @@ class CodePrefillPlan:
                 of no request are cleared if `clears_padding`.
         """
         if call.max_query_len * self.prefill.group_size > short_rows:
-            self.prefill.launch_prefill(*self.convert(call, short_rows))
+            plan = self._choose(call)[0]
+            assert plan is not None
+            plan.launch_prefill(*self.convert(call, short_rows))
 
     def convert(
         self, call: AttentionCall, short_rows: int
@@ -173,16 +180,19 @@ class CodePrefillPlan:
         heads = query.shape[1]
         shapes = _converted_shapes(call)
         sizes = [math.prod(shape) // 2 for shape in shapes]
-        has_factors = self.is_measured and not self._rounds_keys(call)
+        plan, rounds = self._choose(call)
+        assert plan is not None
+        has_factors = self.is_measured and not rounds
         keys = key.shape[2] * reqs * num_blocks * BLOCK.value * has_factors
         sizes += [
             reqs * num_blocks,
             *((keys, 0) if self.is_measured else (heads, heads)),
         ]
         parts = split_workspace(query.device, sizes)
+        dtypes = plan.dtype, query.dtype
         k_out, v_out = (
-            part.view(query.dtype).view(shape)
-            for part, shape in zip(parts, shapes, strict=False)
+            part.view(dtype).view(shape)
+            for part, dtype, shape in zip(parts, dtypes, shapes, strict=False)
         )
         table = parts[2].view(torch.int32).view(reqs, num_blocks)
         arguments = {
@@ -194,8 +204,8 @@ class CodePrefillPlan:
             "k_out": k_out,
             "v_out": v_out,
             "table_out": table,
-            "k_scales_out": parts[3] if parts[3].numel() else None,
-            "v_scales_out": None if self.is_measured else parts[4],
+            "k_scales_out": None if self.is_measured and not has_factors else parts[3],
+            "v_scales_out": parts[4],
             "k_scale": scale_arguments(call.options.k_scale)[0],
             "v_scale": scale_arguments(call.options.v_scale)[0],
             "short_rows": short_rows,
@@ -218,7 +228,7 @@ def _takes_signature(call: AttentionCall) -> bool:
     form = find_format(key.dtype, call.options.k_scale)
     if not form.scales_whole_rows or value.dtype != key.dtype:
         return False
-    if not (_may_round_keys(call) or _are_keys_exact(call)):
+    if form.is_rotated and not (_are_keys_exact(call) or _may_round_keys(call)):
         return False
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
@@ -233,20 +243,26 @@ def _may_round_keys(call: AttentionCall) -> bool:
     """
     form = find_format(call.key.dtype, call.options.k_scale)
     is_bfloat16 = call.query.dtype == torch.bfloat16
-    is_rounded = call.lse is None and (is_bfloat16 or not _are_keys_exact(call))
-    return form.has_token_scales and is_rounded
+    is_rounded = is_bfloat16 or (form.is_rotated and not _are_keys_exact(call))
+    return form.has_token_scales and call.lse is None and is_rounded
 
 
 def _are_keys_exact(call: AttentionCall) -> bool:
-    """Return whether keys in front of their scales are exact in the dtype of the queries.
+    """Return whether rotated keys, rotated back and before their scale, are exact in float16.
 
-    Rotated ones, rotated back, are integers up to 15 times the channels of a rotation. Float16 has
-    those up to 2,048, and bfloat16 those up to 256.
+    They are integers up to 15 times the channels of a rotation, and float16 has those up to 2,048.
+    Bfloat16 has those up to 256. Its queries are fitted to float16 (`Sm90Config.FITS_QUERIES`).
     """
-    if not find_format(call.key.dtype, call.options.k_scale).is_rotated:
-        return True
-    channels = count_channels.fn(call.query.shape[-1])
-    return call.query.dtype == torch.float16 and 15 * channels <= 2048
+    head_size = call.query.shape[-1]
+    if call.query.dtype != torch.float16 and head_size != head_size_of(call.value):
+        return False
+    return 15 * count_channels.fn(head_size) <= 2048
+
+
+def _fits_queries(call: AttentionCall) -> bool:
+    """Return whether bfloat16 queries are fitted to float16, in which keys are exact."""
+    form = find_format(call.key.dtype, call.options.k_scale)
+    return form.is_rotated and call.query.dtype == torch.bfloat16
 
 
 def _count_blocks(call: AttentionCall) -> int:

@@ -6,8 +6,9 @@ are left to the softmax and the epilogue, and those of keys to the scores, so ne
 A value that has a scale of its own is multiplied by it and rounded, as weights are.
 
 Rows of int4 are rotated back. Before their scale they are integers, up to 1,920 in rotations of
-128 channels, which float16 represents. If the log-sum-exp is not wanted, they are multiplied by
-their scale and rounded. So are other keys with scales of their own (`CodePrefillPlan`).
+128 channels. Keys are exact in float16 then, and their scales are left to the scores too. If scores
+are small and the log-sum-exp is not wanted, keys with scales of their own are multiplied and
+rounded as values are (`CodePrefillPlan`).
 """
 
 from typing import Any, NamedTuple
@@ -53,12 +54,13 @@ class UpcastArguments(NamedTuple):
 
     Args:
         k, v: cache of codes, FP8 as uint8.
-        k_out, v_out: [reqs * num_blocks, BLOCK, kv_heads, head size] in 16 bits. Rows past the end
-            of a sequence, and blocks that no query attends to, are not written.
+        k_out, v_out: [reqs * num_blocks, BLOCK, kv_heads, head size] in 16 bits; keys may have
+            another dtype than values. Rows past the end of a sequence, and blocks that no query
+            attends to, are not written.
         table_out: [reqs, num_blocks] block table of the converted cache.
-        k_scales_out, v_scales_out: Optional. [query_heads] float32 scale of each query head. If
-            each key has a scale, `k_scales_out` is [kv_heads, reqs * num_blocks * BLOCK] instead;
-            if None, keys are multiplied by their scales. Values always are.
+        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head. If each key has
+            a scale, `k_scales_out` is [kv_heads, reqs * num_blocks * BLOCK] instead, or None if
+            keys are multiplied by them; and there are no scales of values.
         k_scale, v_scale: scales of the cache: pointers or numbers.
         short_rows: requests of at most so many rows are not converted.
         num_blocks: blocks per request.
@@ -95,7 +97,7 @@ def _convert(
         strides: `CacheStrides`.
         scale, scale_strides: of the cache.
         factors: Optional. Pointer to where the scales of the block's keys are stored. If None,
-            numbers are multiplied by their scales, in formats with a scale per token and head.
+            numbers that have scales of their own are multiplied by them.
     """
     # constants of their own: triton 3.6 takes no field of a NamedTuple for one
     FORMAT: tl.constexpr = config.CACHE_FORMAT
@@ -117,22 +119,22 @@ def _convert(
         elements = tl.multiple_of(elements, [1, ALIGNMENT])
     codes = tl.load(elements, mask=is_key[:, None] & is_element, other=0)
     in_block = tl.arange(0, BLOCK)
-    of_slot = ()
     if has_slot_scales(FORMAT):
         places = scale + head.to(tl.int64) * scale_strides.head
         places += block * scale_strides.block + slot * scale_strides.slot
         of_slot = tl.load(places, mask=is_key, other=0.0)
-    if is_rotated(FORMAT):
-        of_slot, zero_point = split_scales(of_slot)
-        numbers = decode_rotated(codes, zero_point, HEAD_DIM, BLOCK_D)
-        of_slot *= 1.0 / count_channels(HEAD_DIM)
-    else:
-        numbers = decode_codes(codes, FORMAT, config.NATIVE_FP8)
-    if has_slot_scales(FORMAT):
+        if is_rotated(FORMAT):
+            of_slot, zero_point = split_scales(of_slot)
+            numbers = decode_rotated(codes, zero_point, HEAD_DIM, BLOCK_D)
+            of_slot *= 1.0 / count_channels(HEAD_DIM)
+        else:
+            numbers = decode_codes(codes, FORMAT, config.NATIVE_FP8)
         if factors is None:
             numbers = numbers * of_slot[:, None]
         else:
             tl.store(factors + in_block, of_slot, mask=is_stored)
+    else:
+        numbers = decode_codes(codes, FORMAT, config.NATIVE_FP8)
     d = tl.arange(0, BLOCK_D)
     is_element = (d < HEAD_DIM)[None, :]
     tl.store(
@@ -184,7 +186,7 @@ def upcast_blocks(args, k_strides, v_strides, scale_strides, config: tl.constexp
         slot = number.to(tl.int64) * BLOCK
         if has_keys:
             factors = None
-            if has_slot_scales(config.CACHE_FORMAT) and args.k_scales_out is not None:
+            if args.k_scales_out is not None:
                 blocks = tl.num_programs(1).to(tl.int64) * tl.num_programs(2)
                 factors = args.k_scales_out + (head * blocks) * BLOCK + slot
             _convert(

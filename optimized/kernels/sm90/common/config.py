@@ -58,6 +58,8 @@ class Sm90Config(NamedTuple):
             a warpgroup have no token (`PackedPlan`).
         CONSUMERS: consumer warpgroups (`choose_consumers`).
         SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
+        FITS_QUERIES: whether keys are float16, and queries, values and outputs bfloat16. Queries
+            are fitted to float16 row by row. TMA moves all as float16: it keeps their bits.
         HAS_SEGMENTS: whether the KV tiles of a query tile may be divided among segments of several
             programs. Then a split has one KV tile.
     """
@@ -76,6 +78,7 @@ class Sm90Config(NamedTuple):
     GROUP: int = 1
     CONSUMERS: int = 2
     SPLIT_TILES: int = 0
+    FITS_QUERIES: bool = False
     HAS_SEGMENTS: bool = False
 
 

@@ -34,6 +34,7 @@ from .traits import (
     acc_columns,
     choose_masks,
     has_lower_bound,
+    has_row_scales,
     packs_p,
     qk_layout,
     uses_ping_pong,
@@ -82,6 +83,7 @@ def attend_to_tiles(
         acc: [WARPGROUP_M, columns] zeros of each part of `acc_columns`.
         own: `OwnTiles`.
         position: position of the warpgroup's first row.
+        scale_log2: the scale of dot products times log2(e); [WARPGROUP_M] with FITS_QUERIES.
         factors: Optional. Pointer to a factor of each key of the sequence. If None, they are 1.
     """
     MASKS: gl.constexpr = choose_masks(config)
@@ -147,10 +149,11 @@ def _first_tile(
     qk = mask_qk(qk, kv_tile, position, work.seq_len, MASKS, config)
     scale = softmax_scale(scale_log2, config)
     p, alpha, m_i, l_i = online_softmax(
-        qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0
-    )
+        qk, m_i, 0, scale, True, True, False, config.SPLIT_TILES > 0,
+        HAS_ROW_SCALES=has_row_scales(config),
+    )  # fmt: skip
     if packs_p(config):
-        p = pack_p(p, tiles.q.dtype)
+        p = pack_p(p, tiles.v.dtype)
     return p, alpha, m_i, l_i
 
 
@@ -184,7 +187,7 @@ def _kv_iteration(
     PING_PONG: gl.constexpr = uses_ping_pong(config)
     PV_FIRST: gl.constexpr = waits_for_pv(config)
     PACKED: gl.constexpr = packs_p(config)
-    dtype: gl.constexpr = tiles.q.dtype
+    dtype: gl.constexpr = tiles.v.dtype
     acc, p, alpha, m_i, l_i = carry
     if PV_FIRST:
         qk, acc = _pv_and_qk(shared, tiles, acc, p, kv_state, config, CONSUMER)
@@ -216,6 +219,7 @@ def _kv_iteration(
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, softmax_scale(scale_log2, config),
         False, MASKED, POLYNOMIAL, config.SPLIT_TILES > 0,
+        HAS_ROW_SCALES=has_row_scales(config),
     )  # fmt: skip
     # wait for P @ V, and release K of this tile with V of the tile before
     if not PING_PONG:
@@ -250,7 +254,7 @@ def _pv_and_qk(
         p: packed weights of the tile before.
         kv_state: position of the K tile.
     """
-    dtype: gl.constexpr = tiles.q.dtype
+    dtype: gl.constexpr = tiles.v.dtype
     shared.v_pipe.consumer_wait(kv_state.previous())
     shared.k_pipe.consumer_wait(kv_state)
     if uses_ping_pong(config):
@@ -274,7 +278,7 @@ def _last_pv(shared, tiles, carry, kv_state, config: gl.constexpr):
     The next work item's first K tile releases this V tile.
     """
     COLUMNS: gl.constexpr = acc_columns(config)[0][1]
-    dtype: gl.constexpr = tiles.q.dtype
+    dtype: gl.constexpr = tiles.v.dtype
     acc, p, alpha, m_i, l_i = carry
     if packs_p(config):
         p = unpack_p(p, dtype, COLUMNS)

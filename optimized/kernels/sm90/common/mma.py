@@ -45,7 +45,8 @@ def view_kv(shared, config: gl.constexpr):
     TAIL_DIM: gl.constexpr = config.TAIL_DIM
     dtype: gl.constexpr = shared.q.dtype
     k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
-    v = reinterpret(shared.v, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    v_dtype: gl.constexpr = gl.bfloat16 if config.FITS_QUERIES else dtype
+    v = reinterpret(shared.v, v_dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
     k_tail = k
     if TAIL_DIM > 0:
         k_tail = reinterpret(

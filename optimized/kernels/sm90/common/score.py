@@ -72,13 +72,16 @@ def modify_scores(qk, scale_log2, factors, config: gl.constexpr):
 
     Args:
         qk: [WARPGROUP_M, BLOCK_N] dot products.
-        scale_log2: their scale times log2(e).
+        scale_log2: their scale times log2(e); [WARPGROUP_M] with FITS_QUERIES.
         factors: Optional. [BLOCK_N] factors of the keys. If None, they are 1.
     """
     if factors is not None:
         qk = qk * factors[None, :]
     if config.SOFT_CAP > 0:
-        qk = qk * (scale_log2 * (LN_2 / config.SOFT_CAP))
+        scale = scale_log2 * (LN_2 / config.SOFT_CAP)
+        if config.FITS_QUERIES:
+            scale = scale[:, None]
+        qk = qk * scale
         if config.FAST_TANH:
             qk = gl.inline_asm_elementwise(
                 TANH, "=f,f", [qk], dtype=gl.float32, is_pure=True, pack=1

@@ -96,6 +96,7 @@ def online_softmax(
     USE_POLYNOMIAL: gl.constexpr,
     ROUNDS_ALIKE: gl.constexpr,
     PARTS: gl.constexpr = 4,
+    HAS_ROW_SCALES: gl.constexpr = False,
 ):
     """Return p, alpha, and the new m_i and l_i.
 
@@ -111,6 +112,7 @@ def online_softmax(
             wherever this is compiled.
         PARTS: parts of a row that are reduced before their results are. Latent decodes are faster
             with two, head size 256 with four (`docs/kernel_notes.md`).
+        HAS_ROW_SCALES: whether `scale_log2` is [WARPGROUP_M].
     Returns:
         p: [WARPGROUP_M, BLOCK_N] 2 ** ((qk - m_i) * scale_log2).
         alpha: [WARPGROUP_M] factor for the accumulator and sum of earlier tiles.
@@ -127,6 +129,8 @@ def online_softmax(
         shift = gl.expand_dims(shift * scale_log2, 1)  # [WARPGROUP_M, 1]
         scales = gl.full(qk.shape, scale_log2, gl.float32, qk.type.layout)
         qk = gl.fma(qk, scales, gl.broadcast(-shift, qk)[0])
+    elif HAS_ROW_SCALES:
+        qk = qk * scale_log2[:, None] - (shift * scale_log2)[:, None]
     else:
         qk = qk * scale_log2 - (shift * scale_log2)[:, None]
     if USE_POLYNOMIAL:

@@ -102,6 +102,15 @@ def acc_columns(config):
 
 
 @gluon.constexpr_function
+def has_row_scales(config):
+    """Return whether each row of dot products has a scale of its own in the softmax.
+
+    A soft cap has applied it before.
+    """
+    return config.FITS_QUERIES and config.SOFT_CAP == 0
+
+
+@gluon.constexpr_function
 def count_q_stages(config):
     """Return the query tiles per warpgroup.
 

@@ -17,9 +17,16 @@ from ..common.score import softmax_scale
 from ..common.softmax import rescale
 from ..common.storage import packed_q
 from ..common.tile_range import find_tiles
-from ..common.traits import acc_columns, acc_layout, count_tokens, has_unused_rows
+from ..common.traits import (
+    acc_columns,
+    acc_layout,
+    count_tokens,
+    has_row_scales,
+    has_unused_rows,
+)
 from ..common.work_item import find_rows
 from .epilogue import normalize, store_tile
+from .fitting import fit_queries
 
 
 @gluon.jit
@@ -86,12 +93,17 @@ def compute_tile(
         staging = packed_q(shared, config).index(tiles.q_tile)
     if work.num_kv_tiles > 0:
         position = work.position + CONSUMER * count_tokens(config)
+        row_scale = scale_log2
+        if config.FITS_QUERIES:
+            row_scale = scale_log2 * fit_queries(shared, tiles.q, q_state, config)
         carry, kv_state = attend_to_item(
             shared, tiles, acc, kv_state, q_state, work,
-            find_tiles(work, position, config), position, scale_log2, config, CONSUMER,
+            find_tiles(work, position, config), position, row_scale, config, CONSUMER,
             factors,
         )  # fmt: skip
-        scale = softmax_scale(scale_log2, config)
+        scale = softmax_scale(row_scale, config)
+        if has_row_scales(config):
+            scale = gl.convert_layout(scale, ACC_ROWS)
         acc, lse = normalize(carry.acc, carry.m_i, carry.l_i, scale, sink)
         if score.v_scales is not None:
             v_scale = gl.load(score.v_scales + work.head * config.GROUP)

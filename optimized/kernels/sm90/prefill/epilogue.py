@@ -81,12 +81,16 @@ def store_tile(
     is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
     PARTS: gl.constexpr = acc_columns(config)
     HAS_HEADS: gl.constexpr = len(output.out_desc.block_type.shape) == 3
-    if (config.HEAD_SIZE < config.HEAD_DIM and not HAS_HEADS) or dtype != q.dtype:
+    if (config.HEAD_SIZE < config.HEAD_DIM and not HAS_HEADS) or dtype == gl.float32:
         is_whole = False
     if is_whole:
         for i in gl.static_range(len(acc)):
             part = q.slice(PARTS[i][0], PARTS[i][1], 1)
-            part.store(acc[i].to(q.dtype))
+            if config.FITS_QUERIES:
+                # the tile and its tensor map have the dtype of the fitted queries
+                part.store(acc[i].to(dtype).to(q.dtype, bitcast=True))
+            else:
+                part.store(acc[i].to(q.dtype))
         fence_async_shared()
         if HAS_HEADS:
             async_store(

@@ -1,10 +1,11 @@
 """Launch plan of the Hopper prefill kernel."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ....runtime.attention_call import AttentionCall
@@ -41,6 +42,20 @@ class PrefillPlan(Sm90Plan):
     def is_chosen(self, max_query_len: int) -> bool:
         """Return whether this plan computes requests of at most so many tokens."""
         return True
+
+    def fitted(self) -> "PrefillPlan":
+        """Return the plan for the same calls with keys in float16 (`Sm90Config.FITS_QUERIES`).
+
+        This plan is one of queries, keys and values in bfloat16, without TAIL_DIM.
+        """
+        config = self.config._replace(FITS_QUERIES=True)
+        return replace(
+            self,
+            dtype=torch.float16,
+            constants={"config": config},
+            packed=None if self.packed is None else self.packed.fitted(),
+            _tensor_maps={},
+        )
 
     def prefill_lens(self, least: int, most: int) -> list[int]:
         """Return longest requests of `least` to `most` tokens, each with another kernel."""
