@@ -213,7 +213,7 @@ def _lower_measured_write(
         tokens, heads = choose_rows(ROWS_PER_PROGRAM, kv_heads)
         grid = (triton.cdiv(count, tokens), 2 * triton.cdiv(kv_heads, heads))
         has_zero = name == "int4_per_token_head"
-        constants = (block_size, *sizes, has_zero, not INTERPRETED)
+        constants: tuple[Any, ...] = (block_size, *sizes, has_zero, not INTERPRETED)
         constants += (tokens, heads, *alignments)
         return write_rotated_kv_kernel, 1, tokens, grid, (*tensors, *constants)
     tiles = [triton.next_power_of_2(size) for size in sizes]
@@ -221,8 +221,8 @@ def _lower_measured_write(
     tokens = min(tokens, MAX_TOKENS_PER_WRITE)
     grid = (triton.cdiv(count, tokens), triton.cdiv(kv_heads, heads))
     is_native = has_fp8_encoding(key_cache.device)
-    tile = (tokens, heads, *tiles)
-    constants = (block_size, *sizes, name, is_native, *tile, *alignments)
+    tile = (tokens, heads, *tiles, *alignments)
+    constants = (block_size, *sizes, name, is_native, *tile)
     return write_measured_kv_kernel, WARPS, tokens, grid, (*tensors, *constants)
 
 

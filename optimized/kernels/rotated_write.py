@@ -111,7 +111,7 @@ def _write_rows(
     rounded = ()
     for number in tl.static_range(SIZE // CHANNELS):
         rows = round_to(parts[number], dtype, NATIVE)
-        rounded = rounded + (rows,)
+        rounded = rounded + (rows,)  # type: ignore[assignment]
         if NATIVE:
             smallest, largest = tl.minimum(smallest, rows), tl.maximum(largest, rows)
         else:
@@ -127,7 +127,7 @@ def _write_rows(
         levels = to_level(
             rounded[number] * inverse[:, None], zero_point[:, None], NATIVE
         )
-        words = words + (tl.sum(levels << shifts, 1),)
+        words = words + (tl.sum(levels << shifts, 1),)  # type: ignore[assignment]
     # step: store the key and the value
     to = block_id * cache.stride_block + offset * cache.stride_slot
     to = tl.multiple_of(cache.tensor + (to + head * cache.stride_head), ALIGNMENT)
@@ -151,7 +151,7 @@ def _load_rotated(new, token, head, is_row, SIZE: tl.constexpr):
             rows[:, None] + at[None, :], mask=is_row[:, None], other=0
         ).to(tl.float32)
         numbers *= group_signs(number * CHANNELS % ROTATED, CHANNELS)[None, :]
-        parts = parts + (transform(numbers, CHANNELS, CHANNELS),)
+        parts = parts + (transform(numbers, CHANNELS, CHANNELS),)  # type: ignore[assignment]
     # stages of 8, 16, 32 and 64 channels, between groups
     for power in tl.static_range(count_stages(ROTATED)):
         made = ()
@@ -160,7 +160,7 @@ def _load_rotated(new, token, head, is_row, SIZE: tl.constexpr):
                 rows = parts[number] + parts[number + (1 << power)]
             else:
                 rows = parts[number - (1 << power)] - parts[number]
-            made = made + (rows,)
+            made = made + (rows,)  # type: ignore[assignment]
         parts = made
     return parts
 

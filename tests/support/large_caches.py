@@ -147,7 +147,7 @@ def attention_call(
     shared = options.get("common_prefix_len", 0) // sizes.block_size
     arguments["block_table"][:, :shared] = arguments["block_table"][0, :shared].clone()
     attend = getattr(load_implementation("optimized"), operation)
-    is_converted = form.codes_per_element == 1 and form.is_quantised and new_tokens > 16
+    is_converted = form.scales_whole_rows and new_tokens > 16
     converted = 0
     if is_converted:
         keys = requests * -(-sizes.keys // 128) * 128
