@@ -265,7 +265,7 @@ def images_and_prefixes_of_codes_are_visible_to_their_tokens(
             if "prefix" in name or first <= position <= last:
                 ranges[token] = torch.tensor([first, last])
             token += 1
-    options = {"sliding_window": 9} if "window" in name else {}
+    options: dict[str, Any] = {"sliding_window": 9} if "window" in name else {}
     padded = torch.nn.functional.pad(ranges, (0, 0, 0, plan.padding), value=-1)
     call = paged_call(plan, setting.device, query_ranges=padded, **options)
 

@@ -85,7 +85,9 @@ def directions_of(
         step = max(1, (head_size - first) // count)
         return torch.eye(head_size)[first::step][:count]
     generator = torch.Generator().manual_seed(seed)
-    return torch.linalg.qr(torch.randn(head_size, count, generator=generator))[0].T
+    drawn: Tensor = torch.randn(head_size, count, generator=generator)
+    found: Tensor = torch.linalg.qr(drawn)[0].T
+    return found
 
 
 def make_cache(form: CacheFormat, plan: BatchPlan, device: torch.device) -> Call:
@@ -138,8 +140,8 @@ def fill_cache(
     position = torch.arange(len(new[0]))
     row = torch.tensor(call.rows[0])
     slots = row[position // size] * size + position % size
-    names = ("key_cache", "value_cache", "k_scale", "v_scale")
-    names += ("k_global_scale", "v_global_scale")
+    names = ["key_cache", "value_cache", "k_scale", "v_scale"]
+    names += ["k_global_scale", "v_global_scale"]
     cache = {name: arguments[name] for name in names if name in arguments}
     device = call.query.device
     try:
