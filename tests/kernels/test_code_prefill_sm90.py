@@ -48,6 +48,11 @@ def make_call(
     return call, to_family(call, has_lse)[0]
 
 
+def is_exact(form: CacheFormat, dtype: torch.dtype, head_size: int) -> bool:
+    """Return whether converted keys are exact in front of their scales."""
+    return not form.is_rotated or head_size <= (128 if dtype == FP16 else 64)
+
+
 def numbers_of(call: AttentionCall, req: int) -> tuple[Tensor, Tensor]:
     """Return the keys and values of a request in float32, by the reference."""
     length = int(call.lengths[req])
@@ -77,14 +82,14 @@ def test_converted_keys_times_their_factors_are_exact_and_others_are_rounded_onc
 ) -> None:
     plan = replace(BATCHES[name], dtype=dtype, seed=3)
     call = make_call(plan, form, order, device, has_lse)[1]
-    is_exact = not form.is_rotated or plan.head_size <= 128
-    if has_lse and not is_exact:
+    exact = is_exact(form, dtype, plan.head_size)
+    if has_lse and not exact:
         with pytest.raises(NotImplementedError, match="use the portable kernel"):
             family.plan(call)
         return
     found, _, scales, factors = family.plan(call).convert(call, 8)
     assert scales == (None, None)
-    rounds = not has_lse and (dtype == BF16 or not is_exact)
+    rounds = not has_lse and (dtype == BF16 or not exact)
     assert (factors is None) is rounds
     assert found.key.dtype == (FP16 if form.is_rotated and not rounds else dtype)
     assert found.value.dtype == dtype
@@ -136,16 +141,16 @@ def test_bfloat16_queries_are_fitted_for_int4_alone() -> None:
 
 @pytest.mark.usefixtures("without_native_fp8")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("head_size", [128, 256])
+@pytest.mark.parametrize("head_size", [64, 128])
 def test_keys_are_rounded_for_small_scores_alone(
     head_size: int, form: CacheFormat, device: torch.device
 ) -> None:
     """A score of 40 times a rounding of its key changes its weight by 8 %."""
-    plan = replace(BATCHES[f"head size {head_size}"], dtype=BF16)
-    is_exact = not form.is_rotated or head_size == 128
+    plan = replace(BATCHES["head size 128"], head_size=head_size, dtype=BF16)
+    exact = is_exact(form, BF16, head_size)
     for has_lse in (False, True):
         call = make_call(plan, form, APART, device, has_lse)[1]
-        if has_lse and not is_exact:
+        if has_lse and not exact:
             with pytest.raises(NotImplementedError, match="use the portable kernel"):
                 family.plan(call)
             continue
@@ -153,7 +158,7 @@ def test_keys_are_rounded_for_small_scores_alone(
         for factor in (1.0, 2.0, 2.1):
             scaled = call._replace(scale=factor * head_size**-0.5)
             rounds = not has_lse and factor <= 2.0
-            assert made.takes(scaled) is (rounds or is_exact)
+            assert made.takes(scaled) is (rounds or exact)
             if made.takes(scaled):
                 assert (made.convert(scaled, 8)[3] is None) is rounds
 
@@ -187,9 +192,8 @@ def test_prefills_are_converted_and_right(
 ) -> None:
     plan = replace(BATCHES[name], dtype=dtype, seed=5)
     call, of_family = make_call(plan, form, order, torch.device("cuda"), has_lse)
-    is_exact = not form.is_rotated or plan.head_size <= 128
     planned = make_attention_plan(of_family).prefills[0]
-    is_planned = is_exact or not has_lse
+    is_planned = is_exact(form, dtype, plan.head_size) or not has_lse
     assert isinstance(planned, family.CodePrefillPlan) is is_planned
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))

@@ -211,7 +211,7 @@ def copy_call(form: CacheFormat, sizes: Sizes, device: torch.device) -> LargeCal
     pairs = [[block, half + block] for block in range(0, half, 2)]
     shape = (2, *cache["key_cache"].shape)
     layer = torch.zeros(shape, dtype=cache["key_cache"].dtype, device=device)
-    mapping = torch.tensor(pairs, device=device)
+    mapping = torch.tensor(pairs)
     copy = load_implementation("optimized").copy_blocks
     return LargeCall(lambda: copy([layer], mapping), (layer,), mapping.nbytes)
 
