@@ -1,13 +1,15 @@
 """The law about needles in long contexts: what formats declare, and a writer that loses one."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pagetwin.conformance.base.support import OutsideSupport
 from pagetwin.conformance.candidates.candidate import load_candidate
 from pagetwin.conformance.candidates.setting import Setting
-from pagetwin.conformance.checks.coded_caches import CODED
+from pagetwin.conformance.checks.coded_caches import CODED, try_formats
 from pagetwin.conformance.checks.expect import Disagreement
 from pagetwin.conformance.laws.far_needles import CASES, LEVEL, FarNeedles
 from pagetwin.conformance.laws.far_needles import (
@@ -72,3 +74,15 @@ def test_a_reader_that_stops_early_loses_a_needle() -> None:
     case = FarNeedles("int8_per_token_head", "directions", "splits")
     with pytest.raises(Disagreement, match="key 1023 of 1024"):
         is_found(setting_of(paged_attention=attend), case)
+
+
+@pytest.mark.parametrize("supported", [(), ("nvfp4",)])
+def test_a_law_without_a_supported_format_is_outside(
+    supported: tuple[str, ...],
+) -> None:
+    def try_one(form: CacheFormat) -> None:
+        if form.name not in supported:
+            raise OutsideSupport(form.name)
+
+    with nullcontext() if supported else pytest.raises(OutsideSupport):
+        try_formats(CODED, try_one)

@@ -225,6 +225,18 @@ def test_the_kinds_of_values() -> None:
     assert kind_of("position_bias", ones[None]) == "tensor"
     assert kind_of("k_scale", one) == kind_of("k_scale", one[0]) == "one element"
     assert kind_of("k_scale", ones) == "per head"
+    assert kind_of("k_scale", one[None, None]) == "per slot"
+
+
+def test_a_cache_of_records_may_be_declared_by_the_name_of_its_format() -> None:
+    """Three formats of latents have the same dtype."""
+    query = torch.zeros(1, 1, 192)
+    for size, why in ((656, None), (352, "cache dtype uint8")):
+        records = torch.zeros(2, 64, size, dtype=torch.uint8)
+        call = {"query": query, "kv_cache": records, "key_cache": records[:, :, None]}
+        support = Support(cache_dtypes=["fp8_ds_mla"])
+        assert support.why_not(call, {}) == why
+        assert Support(cache_dtypes=["uint8"]).why_not(call, {}) is None
 
 
 @pytest.mark.parametrize(
