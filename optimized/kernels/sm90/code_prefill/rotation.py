@@ -47,7 +47,7 @@ def decode_rotated(codes, zero_point, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """
     ROWS: tl.constexpr = codes.shape[0]
     codes = codes.to(tl.int32)
-    low, high = codes & 15, (codes >> 4) & 15
+    low, high = codes & 15, codes >> 4
     sums = (low + high).to(tl.float32) - (2.0 * zero_point)[:, None]
     matrix = transform_matrix(BLOCK // 2, count_channels(SIZE) // 2)
     even = tl.dot(sums.to(tl.float16), matrix)
