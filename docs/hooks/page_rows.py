@@ -218,8 +218,11 @@ def size_of_case(law: Row) -> tuple[bool, bool, int]:
 NOT_ASKED = {
     "the workload does not name it as a baseline",
     "it writes a cache and computes no attention",
+    "it computes latent decodes only",
+    "torch has no paged cache to write to",
+    "it does not write a cache by slots",
 }
-"""Reasons of a library that nobody expects in a workload."""
+"""Reasons of libraries that are for other workloads."""
 
 
 def bench(path: Path) -> list[Row]:

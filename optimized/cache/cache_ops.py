@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from ...contract.argument_types import typed
-from ...contract.cache_formats import find_format, head_size_of
+from ...contract.cache_formats import FORMATS, find_format, head_size_of
 from ...contract.shapes import (
     BlockMapping,
     BlockTable,
@@ -57,7 +57,6 @@ from ..kernels.kv_cache import (
     write_kv_kernel,
     write_measured_kv_kernel,
 )
-from ..kernels.portable.formats.cache_format import is_rotated
 from ..kernels.rotated_write import (
     ROWS_PER_PROGRAM,
     takes_rows,
@@ -67,7 +66,7 @@ from ..runtime.launcher import INTERPRETED, check_launch, launch_kernel, must_wi
 from ..runtime.operators import operator
 from ..runtime.repeat.writes import WRITES, record_write, sign_write
 
-WARPS = 4
+_WARPS = 4
 """Warps of a program that writes, unless its rows are rotated."""
 
 
@@ -135,7 +134,7 @@ def reshape_and_cache(
     record_write(signature, compiled, tokens, grid[1], arguments)
 
 
-Lowered: TypeAlias = tuple[Any, int, int, tuple[int, int], tuple[Any, ...]]
+_Lowered: TypeAlias = tuple[Any, int, int, tuple[int, int], tuple[Any, ...]]
 """A kernel, the warps and the tokens of a program, the grid, and the arguments in order."""
 
 
@@ -148,7 +147,7 @@ def _lower_write(
     k_scale: Tensor | float | None,
     v_scale: Tensor | float | None,
     name: str,
-) -> Lowered:
+) -> _Lowered:
     """Return the launch of a write whose scales are given, or that copies."""
     num_slots = slot_mapping.shape[0]
     _, block_size, kv_heads, head_size = key_cache.shape
@@ -178,7 +177,7 @@ def _lower_write(
         tokens,
         tile,
     )
-    return write_kv_kernel, WARPS, tokens, grid, arguments
+    return write_kv_kernel, _WARPS, tokens, grid, arguments
 
 
 def _lower_measured_write(
@@ -192,7 +191,7 @@ def _lower_measured_write(
     k_global_scale: float | None,
     v_global_scale: float | None,
     name: str,
-) -> Lowered:
+) -> _Lowered:
     """Return the launch of a write whose scales are measured."""
     count = slot_mapping.shape[0]
     _, block_size, kv_heads, _ = key_cache.shape
@@ -209,7 +208,7 @@ def _lower_measured_write(
         kv_heads,
         slot_mapping.stride(0),
     )
-    if is_rotated(name) and all(map(takes_rows, caches, sizes, alignments)):
+    if FORMATS[name].is_rotated and all(map(takes_rows, caches, sizes, alignments)):
         tokens, heads = choose_rows(ROWS_PER_PROGRAM, kv_heads)
         grid = (triton.cdiv(count, tokens), 2 * triton.cdiv(kv_heads, heads))
         has_zero = name == "int4_per_token_head"
@@ -223,7 +222,7 @@ def _lower_measured_write(
     is_native = has_fp8_encoding(key_cache.device)
     tile = (tokens, heads, *tiles, *alignments)
     constants = (block_size, *sizes, name, is_native, *tile)
-    return write_measured_kv_kernel, WARPS, tokens, grid, (*tensors, *constants)
+    return write_measured_kv_kernel, _WARPS, tokens, grid, (*tensors, *constants)
 
 
 @operator(sizes={"tokens": "num_tokens"})

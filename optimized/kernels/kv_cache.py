@@ -137,8 +137,8 @@ def choose_rows(rows: int, kv_heads: int) -> tuple[int, int]:
 def align_rows(cache: Tensor) -> int:
     """Return the power of two, at most 16, of which the address of each row is a multiple.
 
-    In pages that hold scales between rows of codes it may be 4 or 8. The compiler sees multiples of
-    16 by itself, and would store single bytes otherwise.
+    In pages that hold scales between rows of codes it may be 4 or 8. The compiler finds multiples
+    of 16 by itself, and would store single bytes otherwise.
 
     Args:
         cache: [num_blocks, block_size, kv_heads, bytes] codes.

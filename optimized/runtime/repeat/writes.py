@@ -182,5 +182,5 @@ def record_write(
 
 
 def _remainder(pointer: Any) -> int:
-    """Return the remainder of a tensor's address by 16; 0 of a number, which is no address."""
+    """Return the remainder of a tensor's address by 16, and 0 for a number."""
     return pointer.data_ptr() & 15 if isinstance(pointer, Tensor) else 0

@@ -40,8 +40,8 @@ MAX_WORKSPACE = 1 << 26
 LEAST_COLUMNS, LEAST_PACKED = 16, 32
 """Columns of a tile of keys or values, at least; and if a byte has two codes.
 
-Tensor cores multiply 16 columns. With 16 columns of packed codes on Hopper the products of triton
-3.6 are wrong."""
+Tensor cores multiply 16 columns. With 16 columns of packed codes the products of triton 3.6 are
+wrong on an H200."""
 
 
 @once_per_planning

@@ -60,7 +60,7 @@ class UpcastArguments(NamedTuple):
         table_out: [reqs, num_blocks] block table of the converted cache.
         k_scales_out, v_scales_out: [query_heads] float32 scale of each query head. If each key has
             a scale, `k_scales_out` is [kv_heads, reqs * num_blocks * BLOCK] instead, or None if
-            keys are multiplied by them; and there are no scales of values.
+            keys are multiplied by them. Values always are.
         k_scale, v_scale: scales of the cache: pointers or numbers.
         short_rows: requests of at most so many rows are not converted.
         num_blocks: blocks per request.
