@@ -215,16 +215,6 @@ def size_of_case(law: Row) -> tuple[bool, bool, int]:
     return not case, not case.startswith("BatchPlan("), len(case)
 
 
-NOT_ASKED = {
-    "the workload does not name it as a baseline",
-    "it writes a cache and computes no attention",
-    "it computes latent decodes only",
-    "torch has no paged cache to write to",
-    "it does not write a cache by slots",
-}
-"""Reasons of libraries that are for other workloads."""
-
-
 def bench(path: Path) -> list[Row]:
     """Return the run of a benchmark with its machine, and a row per workload that was tried."""
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -249,11 +239,22 @@ def bench(path: Path) -> list[Row]:
         results = {
             name: _result(name, entry)
             for name, entry in workload["results"].items()
-            if entry["status"] != "missing" and entry.get("reason") not in NOT_ASKED
+            if entry["status"] != "missing"
         }
         if workload["results"]["ours"]["status"] != "not run":
             rows.append(place | chosen(workload, fields) | {"results": results})
     return rows
+
+
+NOT_ASKED = (
+    "declined: the workload does not name it as a baseline",
+    "declined: it writes a cache and computes no attention",
+    "declined: it computes latent decodes only",
+    "declined: torch has no paged cache to write to",
+    "declined: it does not write a cache by slots",
+    "declined: it takes dense batches, and these requests differ in length",
+)
+"""Results of libraries that are for other workloads."""
 
 
 def bench_extended(path: Path) -> list[Row]:
@@ -262,6 +263,9 @@ def bench_extended(path: Path) -> list[Row]:
     for row in rows[1:]:
         for name in set(row) - {"device", "began", "name", "aim", "results"}:
             del row[name]
+        for name, result in [*row["results"].items()]:
+            if result in NOT_ASKED:
+                del row["results"][name]
         row["results"]["ours"] = _aimed(row["results"]["ours"])
     return rows
 
