@@ -128,14 +128,14 @@ def format_figure(device: str, record: Path | None = None) -> str:
         return NO_RUN
 
     def place(time: float, error: float) -> tuple[float, float]:
-        across = LEFT + (time - 0.4) / 0.8 * (WIDTH - LEFT - 10)
-        return across, BOTTOM - (math.log10(error) + 3) / 2.2 * (BOTTOM - 20)
+        across = LEFT + (time - 0.2) * (WIDTH - LEFT - 10)
+        return across, BOTTOM - (math.log10(error) + 3) / 2.4 * (BOTTOM - 20)
 
     parts = [
         f'<line x1="{LEFT}" y1="{BOTTOM}" x2="{WIDTH - 10}" y2="{BOTTOM}"/>',
         f'<line x1="{LEFT}" y1="20" x2="{LEFT}" y2="{BOTTOM}"/>',
     ]
-    for time in (0.4, 0.6, 0.8, 1.0, 1.2):
+    for time in (0.2, 0.4, 0.6, 0.8, 1.0, 1.2):
         across, _ = place(time, 1.0)
         words = (
             f'<text x="{across}" y="{BOTTOM + 18}" text-anchor="middle">{time}</text>'
@@ -147,11 +147,17 @@ def format_figure(device: str, record: Path | None = None) -> str:
             f'<line class="grid" x1="{LEFT}" y1="{down:.0f}" x2="{WIDTH - 10}" y2="{down:.0f}"/>'
             f'<text x="{LEFT - 8}" y="{down + 4:.0f}" text-anchor="end">{error:g}</text>'
         )
-    for name, (time, error) in points.items():
+    above = 0.0
+    for name, (time, error) in sorted(points.items(), key=lambda item: -item[1][1]):
         across, down = place(time, error)
+        # a name beside the one above it is on the other side of its point
+        is_left = down - above < 14
+        side = (-9, "end") if is_left else (9, "start")
+        above = 0.0 if is_left else down
         parts.append(
             f'<circle cx="{across:.0f}" cy="{down:.0f}" r="5"/>'
-            f'<text x="{across + 9:.0f}" y="{down + 4:.0f}">{name}</text>'
+            f'<text x="{across + side[0]:.0f}" y="{down + 4:.0f}"'
+            f' text-anchor="{side[1]}">{name}</text>'
         )
     parts.append(
         f'<text x="{(LEFT + WIDTH) / 2}" y="{HEIGHT - 12}" text-anchor="middle">time of 64'
