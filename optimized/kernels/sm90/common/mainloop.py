@@ -214,7 +214,6 @@ def _kv_iteration(
     qk = modify_scores(qk, scale_log2, of_keys, config)
     if MASKED:
         qk = mask_qk(qk, kv_tile, position, seq_len, MASKS, config)
-    # with factors the softmax does not wait for the MUFU unit
     POLYNOMIAL: gl.constexpr = uses_polynomial(config, MASKED)
     p_next, alpha, m_i, l_i = online_softmax(
         qk, m_i, l_i, softmax_scale(scale_log2, config),
