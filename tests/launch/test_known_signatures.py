@@ -93,7 +93,7 @@ class IsRight(Exception):
 def first_error(operation: str, given: dict[str, Any]) -> Exception | None:
     """Return the error of a call whose signature is not known, or None if the call is right."""
 
-    def start(*arguments: Any) -> Any:
+    def start(*arguments: Any, **named: Any) -> Any:
         raise IsRight
 
     with pytest.MonkeyPatch.context() as patch:

@@ -50,8 +50,8 @@ ROUNDED_SCALE = 2.0
 If queries and keys have a variance of 1, it is the standard deviation of the scores. Outputs took
 up to 0.4 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
 one of 25."""
-FITTED_HEAD_SIZE = 64
-"""Head size of the bfloat16 queries that are fitted to float16. Of the others, 80 and 96 gave wrong
+FITTED_HEAD_SIZES = (64,)
+"""Head sizes of the bfloat16 queries that are fitted to float16. Of others, 80 and 96 gave wrong
 results on an H200, and 128 was not tried."""
 
 
@@ -258,7 +258,8 @@ def _are_keys_exact(call: AttentionCall) -> bool:
     """
     head_size = call.query.shape[-1]
     if call.query.dtype != torch.float16:
-        return head_size == head_size_of(call.value) == FITTED_HEAD_SIZE
+        is_square = head_size == head_size_of(call.value)
+        return is_square and head_size in FITTED_HEAD_SIZES
     return 15 * count_channels.fn(head_size) <= 2048
 
 
