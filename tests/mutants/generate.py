@@ -58,6 +58,7 @@ LEFT_OUT = {
     "has_fp8_encoding": "the compute capability of a GPU",
     "quantise": "an instruction of a GPU",
     "_quantise_plain": "an instruction of a GPU",
+    "encode_native": "an instruction of a GPU",
     "are_plain": "what decides about that instruction",
     "divide": "runs before that instruction alone; tests/kernels/test_fp8.py has its quotients",
     "exchange_kernel": "memory of several GPUs; tests/parallel/test_exchange.py runs it",

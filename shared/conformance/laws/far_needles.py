@@ -174,7 +174,9 @@ def write_by_hand(
         codes = stored_as(new, GIVEN_SCALE, stored.dtype)
     stored[at] = codes.to(stored.device)
     if measured is not None and scale is not None:
-        scale[at] = measured.to(scale.device)
+        # torch does not index every dtype of one byte
+        bits = torch.uint8 if scale.element_size() == 1 else scale.dtype
+        scale.view(bits)[at] = measured.view(bits).to(scale.device)
 
 
 def off_by(form: CacheFormat, values: Tensor) -> Tensor:
@@ -215,7 +217,7 @@ def a_needle_among_131072_keys_is_found_in_every_format(
     )  # fmt: skip
     (keys,), (news,), size = plan.kv_lens, plan.query_lens, plan.head_size
     if not news or not fits(form, size):
-        return
+        raise OutsideSupport(f"{form.name} with head size {size}")
     heads = min(plan.group, size)
     # step: draw keys and values, and put the needles among them
     places = places_of(case.places, keys - news + 1, plan.block_size)[:heads]

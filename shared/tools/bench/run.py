@@ -36,7 +36,7 @@ METHOD = (
 )
 HOST_REPEATS = 15
 LARGEST_ERROR = 0.1
-"""Relative error of a library that rounds to FP8 above which it is wrong in any case."""
+"""Relative error of a library that rounds more often above which it is wrong in any case."""
 OnMeasured = Callable[[Workload, int, dict[str, Any]], None]
 
 
@@ -246,8 +246,8 @@ class Benchmark:
     def _is_excused(prepared: Prepared, workload: Workload, found: Finding) -> bool:
         """Return whether a library is timed although its error exceeds the budget.
 
-        That is a library that rounds to FP8, in a workload with an aim, whose table shows the
-        error. An output that is not finite has no error and is wrong.
+        That is a library that rounds more often (`rounds_more`), in a workload with an aim, whose
+        table shows the error. An output that is not finite has no error and is wrong.
         """
         is_small = 0 < found.error <= LARGEST_ERROR
         return prepared.rounds_more and workload.aim is not None and is_small

@@ -188,7 +188,8 @@ def error_notes(record: Record) -> list[str]:
                 beside = "" if ours is None else f", ours {ours:.2g}"
                 notes.append(
                     f"{name} in {workload['name']}: its error exceeds the budget, because it"
-                    f" rounds to FP8; relative error {entry['error']:.2g}{beside}"
+                    " rounds queries or weights to fewer bits; relative error"
+                    f" {entry['error']:.2g}{beside}"
                 )
     return notes
 

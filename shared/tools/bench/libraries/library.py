@@ -41,7 +41,7 @@ class Prepared:
         note: What was prepared in advance, or what differs from the other libraries.
         same_work: Whether it does the same work as the others. If False, it reads keys that were
             gathered for it, so its time is shown but not used as a baseline.
-        rounds_more: Whether it rounds queries or weights to FP8. A workload of an FP8 cache may
+        rounds_more: Whether it rounds queries or weights to fewer bits. A workload of codes may
             time it although its error exceeds the budget. The error is then shown.
     """
 
