@@ -62,8 +62,8 @@ def test_every_kernel_compiles_for(
             # 16 bytes at a time: an element at a time would be a copy for each of a tile's rows
             assert 0 < line["copies"] <= 64, line
         elif chip >= 90 > line["registers"]:
-            # triton 3.6's ptxas sets 8 bytes aside with registers to spare
-            assert line["stack"] <= 8, line
+            # ptxas sets bytes aside with registers to spare, which no instruction may use
+            assert line["spills"] == 0, line
 
 
 @pytest.mark.parametrize(("chip", "largest"), [(86, 512), (90, 1024)])

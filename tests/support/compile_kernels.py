@@ -4,7 +4,7 @@
 
 The public operations run on host tensors, but each launch is recorded instead of made, with the
 tiles that a chip of that kind gets. So what is compiled is what would be launched. One JSON object
-a line: kernel, case, registers, stack bytes (what spilled), shared memory, warps, seconds.
+a line: kernel, case, registers, stack bytes, spills, shared memory, warps, seconds.
 """
 
 import os
@@ -621,11 +621,21 @@ def walk_over_keys(cubin: bytes) -> dict[str, int]:
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Return registers a thread, and bytes of stack a thread: what did not fit registers."""
+    """Return what a thread uses.
+
+    Returns:
+        registers: how many.
+        stack: bytes set aside for what does not fit them.
+        spills: how many instructions go to the stack; ptxas also sets bytes aside that none uses.
+    """
     text = dump(cubin, "-res-usage")
+    stack = max(map(int, re.findall(r"STACK:(\d+)", text)))
     return {
         "registers": max(map(int, re.findall(r"REG:(\d+)", text))),
-        "stack": max(map(int, re.findall(r"STACK:(\d+)", text))),
+        "stack": stack,
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", dump(cubin, "-sass")))
+        if stack
+        else 0,
     }
 
 
