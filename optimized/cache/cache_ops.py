@@ -1,19 +1,19 @@
 """Cache operations: write, gather, copy and swap keys and values.
 
-One launch moves all tokens, or all blocks of a layer (kernels/kv_cache.py, kernels/gather_kv.py).
-Elements are copied as integers of their width, so no bit changes. Only between a quantized cache
-and a wider dtype are they converted, and there both twins agree bitwise too.
+One launch moves all tokens, or all blocks of a layer (kernels/write_launch.py,
+kernels/gather_kv.py, kernels/kv_cache.py). Elements are copied as integers of their width, so no
+bit changes. Only between a quantized cache and a wider dtype are they converted, and there both
+twins agree bitwise too.
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
 
 from ...contract.argument_types import typed
-from ...contract.cache_formats import FORMATS, find_format, head_size_of
+from ...contract.cache_formats import find_format, head_size_of
 from ...contract.shapes import (
     BlockMapping,
     BlockTable,
@@ -36,38 +36,18 @@ from ...validation import (
     values_checked,
     values_may_be_checked,
 )
-from ..kernels.fp8 import has_fp8_encoding, has_native_fp8, scale_arguments
+from ..kernels.fp8 import has_native_fp8, scale_arguments
 from ..kernels.gather_kv import (
     TOKENS_PER_PROGRAM,
     gather_kv_kernel,
     gather_measured_kv_kernel,
 )
-from ..kernels.kv_cache import (
-    ELEMENTS_PER_WRITE,
-    MAX_TOKENS_PER_WRITE,
-    CacheHalf,
-    NewTokens,
-    align_rows,
-    as_bits,
-    choose_rows,
-    choose_tile,
-    choose_tokens,
-    copy_blocks_kernel,
-    measured_half,
-    write_kv_kernel,
-    write_measured_kv_kernel,
-)
-from ..kernels.rotated_write import (
-    ROWS_PER_PROGRAM,
-    takes_rows,
-    write_rotated_kv_kernel,
-)
-from ..runtime.launcher import INTERPRETED, check_launch, launch_kernel, must_widen
+from ..kernels.kv_cache import CacheHalf, as_bits, choose_tile, copy_blocks_kernel
+from ..kernels.measured_write import align_rows, measured_half
+from ..kernels.write_launch import lower_measured_write, lower_write
+from ..runtime.launcher import check_launch, launch_kernel, must_widen
 from ..runtime.operators import operator
 from ..runtime.repeat.writes import WRITES, record_write, sign_write
-
-_WARPS = 4
-"""Warps of a program that writes, unless its rows are rotated."""
 
 
 @typed
@@ -124,105 +104,13 @@ def reshape_and_cache(
     form = find_format(key_cache.dtype, k_scale, kv_cache_dtype)
     given = key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale
     if form.is_measured:
-        lowered = _lower_measured_write(
-            *given, k_global_scale, v_global_scale, form.name
-        )
+        launch = lower_measured_write(*given, k_global_scale, v_global_scale, form)
     else:
-        lowered = _lower_write(*given, form.name)
-    kernel, warps, tokens, grid, arguments = lowered
-    compiled = launch_kernel(kernel, grid, *arguments, num_warps=warps)
-    record_write(signature, compiled, tokens, grid[1], arguments)
-
-
-_Lowered: TypeAlias = tuple[Any, int, int, tuple[int, int], tuple[Any, ...]]
-"""A kernel, the warps and the tokens of a program, the grid, and the arguments in order."""
-
-
-def _lower_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | float | None,
-    v_scale: Tensor | float | None,
-    name: str,
-) -> _Lowered:
-    """Return the launch of a write whose scales are given, or that copies."""
-    num_slots = slot_mapping.shape[0]
-    _, block_size, kv_heads, head_size = key_cache.shape
-    value_head_size = value_cache.shape[3]
-    elements = kv_heads * max(head_size, value_head_size)
-    tile = choose_tile(elements)
-    tokens = choose_tokens(tile)
-    grid = (triton.cdiv(num_slots, tokens), triton.cdiv(elements, tile))
-    if k_scale is None:
-        key, value = as_bits(key, value)
-    key_cache, value_cache = as_bits(key_cache, value_cache)
-    arguments = (
-        NewTokens(key, *key.stride()),
-        NewTokens(value, *value.stride()),
-        CacheHalf(key_cache, *scale_arguments(k_scale), *key_cache.stride()),
-        CacheHalf(value_cache, *scale_arguments(v_scale), *value_cache.stride()),
-        slot_mapping,
-        num_slots,
-        kv_heads,
-        slot_mapping.stride(0),
-        # BLOCK_SIZE, HEAD_SIZE, VALUE_HEAD_SIZE, CACHE_FORMAT, NATIVE_FP8, TOKENS, ELEMENTS
-        block_size,
-        head_size,
-        value_head_size,
-        name,
-        k_scale is not None and has_fp8_encoding(key_cache.device),
-        tokens,
-        tile,
+        launch = lower_write(*given, form)
+    compiled = launch_kernel(
+        launch.kernel, launch.grid, *launch.arguments, num_warps=launch.num_warps
     )
-    return write_kv_kernel, _WARPS, tokens, grid, arguments
-
-
-def _lower_measured_write(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Any,
-    v_scale: Any,
-    k_global_scale: float | None,
-    v_global_scale: float | None,
-    name: str,
-) -> _Lowered:
-    """Return the launch of a write whose scales are measured."""
-    count = slot_mapping.shape[0]
-    _, block_size, kv_heads, _ = key_cache.shape
-    sizes = head_size_of(key_cache), head_size_of(value_cache)
-    caches = as_bits(key_cache, value_cache)
-    alignments = [align_rows(cache) for cache in caches]
-    tensors = (
-        NewTokens(key, *key.stride()),
-        NewTokens(value, *value.stride()),
-        measured_half(caches[0], k_scale, k_global_scale),
-        measured_half(caches[1], v_scale, v_global_scale),
-        slot_mapping,
-        count,
-        kv_heads,
-        slot_mapping.stride(0),
-    )
-    if FORMATS[name].is_rotated and all(map(takes_rows, caches, sizes, alignments)):
-        tokens, heads = choose_rows(ROWS_PER_PROGRAM, kv_heads)
-        grid = (triton.cdiv(count, tokens), 2 * triton.cdiv(kv_heads, heads))
-        has_zero = name == "int4_per_token_head"
-        constants: tuple[Any, ...] = (block_size, *sizes, has_zero, not INTERPRETED)
-        constants += (tokens, heads, *alignments)
-        return write_rotated_kv_kernel, 1, tokens, grid, (*tensors, *constants)
-    tiles = [triton.next_power_of_2(size) for size in sizes]
-    tokens, heads = choose_rows(ELEMENTS_PER_WRITE // max(tiles), kv_heads)
-    tokens = min(tokens, MAX_TOKENS_PER_WRITE)
-    grid = (triton.cdiv(count, tokens), triton.cdiv(kv_heads, heads))
-    is_native = has_fp8_encoding(key_cache.device)
-    tile = (tokens, heads, *tiles, *alignments)
-    constants = (block_size, *sizes, name, is_native, *tile)
-    return write_measured_kv_kernel, _WARPS, tokens, grid, (*tensors, *constants)
+    record_write(signature, compiled, launch.tokens, launch.grid[1], launch.arguments)
 
 
 @operator(sizes={"tokens": "num_tokens"})

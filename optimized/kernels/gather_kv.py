@@ -9,7 +9,8 @@ import triton.language as tl
 
 from .find_request import find_request
 from .fp8 import load_scale
-from .kv_cache import locate, locate_rows
+from .kv_cache import locate
+from .measured_write import locate_rows
 from .portable.formats.cache_format import decode_codes, decode_measured
 
 TOKENS_PER_PROGRAM = 4

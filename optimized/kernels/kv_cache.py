@@ -13,12 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .fp8 import load_scale
-from .portable.formats.cache_format import (
-    channels_per_scale,
-    encode_given,
-    encode_measured,
-    is_packed,
-)
+from .portable.formats.cache_format import encode_given
 
 MAX_ELEMENTS_PER_PROGRAM = 1024
 """Elements of a token or block that a program moves, at most."""
@@ -67,41 +62,6 @@ class CacheHalf(NamedTuple):
     stride_element: Any
 
 
-class MeasuredHalf(NamedTuple):
-    """The keys or the values of a cache whose scales are measured, as a kernel's argument.
-
-    Args:
-        tensor: [num_blocks, block_size, kv_heads, head_size].
-        scale: [num_blocks, block_size, kv_heads], or bytes [num_blocks, block_size, kv_heads,
-            parts] of block scales.
-        scale_stride_part, global_scale: of block scales. None without them.
-    """
-
-    tensor: Any
-    scale: Any
-    scale_stride_block: Any
-    scale_stride_slot: Any
-    scale_stride_head: Any
-    scale_stride_part: Any
-    global_scale: Any
-    stride_block: Any
-    stride_slot: Any
-    stride_head: Any
-    stride_element: Any
-
-
-def measured_half(
-    tensor: Tensor, scale: Any, global_scale: float | None
-) -> MeasuredHalf:
-    """Return keys or values of a cache whose scales are measured, as a kernel's argument."""
-    block, slot, head, *parts = scale.stride()
-    part = None
-    if parts:
-        (scale,), (part,) = as_bits(scale), parts
-    of_scale = block, slot, head, part
-    return MeasuredHalf(tensor, scale, *of_scale, global_scale, *tensor.stride())
-
-
 def as_bits(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return views of the tensors as integers of the same width."""
     return tuple(tensor.view(AS_INTEGERS[tensor.element_size()]) for tensor in tensors)
@@ -122,31 +82,6 @@ def choose_tokens(tile: int) -> int:
         8 heads of 128: tiles of 1,024 elements, and 2 tokens. 2 heads of 128: 256, and 8.
     """
     return min(MAX_TOKENS_PER_WRITE, ELEMENTS_PER_WRITE // tile)
-
-
-def choose_rows(rows: int, kv_heads: int) -> tuple[int, int]:
-    """Return the tokens and the heads of each that a program of so many rows writes.
-
-    Example:
-        16 rows: 2 tokens of 8 heads, 8 tokens of 2 heads, or 1 token of 16 of 40 heads.
-    """
-    heads = min(max(1, rows), triton.next_power_of_2(kv_heads))
-    return max(1, rows // heads), heads
-
-
-def align_rows(cache: Tensor) -> int:
-    """Return the power of two, at most 16, of which the address of each row is a multiple.
-
-    In pages that hold scales between rows of codes it may be 4 or 8. The compiler finds multiples
-    of 16 by itself, and would store single bytes otherwise.
-
-    Args:
-        cache: [num_blocks, block_size, kv_heads, bytes] codes.
-    """
-    bits = cache.data_ptr() | 16
-    for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True):
-        bits |= stride if size > 1 else 0
-    return bits & -bits
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -205,126 +140,6 @@ def write_kv_kernel(
     tl.store(to, new_key, mask=stored)
     to = locate(value_cache, block_id, offset, value_head, value_part)
     tl.store(to, new_value, mask=value_stored)
-
-
-@triton.jit(do_not_specialize=["num_slots"])
-def write_measured_kv_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    slot_mapping,
-    num_slots,
-    kv_heads,
-    mapping_stride,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    VALUE_HEAD_SIZE: tl.constexpr,
-    CACHE_FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    K_ALIGNMENT: tl.constexpr,
-    V_ALIGNMENT: tl.constexpr,
-):
-    """Write the keys and values of a tile of tokens and heads, with the scale of each.
-
-    Grid: (tiles of tokens, tiles of heads). Keys and values of tokens without a slot are read too,
-    so that no read waits for the slots.
-
-    Args:
-        key, value: NewTokens.
-        key_cache, value_cache: MeasuredHalf.
-        CACHE_FORMAT: name of the format of the cache.
-        NATIVE_FP8: whether FP8 numbers are encoded by an instruction.
-        TOKENS, HEADS, BLOCK_D, BLOCK_DV: tokens and heads of the tile, and elements of a key and of
-            a value, rounded up to powers of two.
-        K_ALIGNMENT, V_ALIGNMENT: see `align_rows`.
-    """
-    row = tl.arange(0, TOKENS * HEADS)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS
-    head = tl.program_id(1).to(tl.int64) * HEADS + row % HEADS
-    is_row = (token < num_slots) & (head < kv_heads)
-    # step: skip tokens without a slot
-    slot = tl.load(slot_mapping + token * mapping_stride, mask=is_row, other=-1)
-    # step: find block and offset
-    block_id = slot // BLOCK_SIZE
-    offset = slot - block_id * BLOCK_SIZE
-    _write_measured(
-        key, key_cache, token, head, block_id, offset, is_row, slot >= 0,
-        HEAD_SIZE, BLOCK_D, CACHE_FORMAT, NATIVE_FP8, K_ALIGNMENT,
-    )  # fmt: skip
-    _write_measured(
-        value, value_cache, token, head, block_id, offset, is_row, slot >= 0,
-        VALUE_HEAD_SIZE, BLOCK_DV, CACHE_FORMAT, NATIVE_FP8, V_ALIGNMENT,
-    )  # fmt: skip
-
-
-@triton.jit
-def _write_measured(
-    new, cache, token, head, block_id, offset, is_row, stored,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
-    NATIVE_FP8: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """Write the keys or the values of some tokens and heads.
-
-    Args:
-        token, head, block_id, offset: [ROWS] the tokens and heads, and their places.
-        is_row, stored: [ROWS] which exist, and which are stored.
-    """
-    part = tl.arange(0, BLOCK)
-    read = is_row[:, None] & (part < SIZE)[None, :]
-    rows = new.tensor + (token * new.stride_token + head * new.stride_head)
-    numbers = tl.load(
-        rows[:, None] + (part * new.stride_element)[None, :], mask=read, other=0
-    ).to(tl.float32)
-    # step: encode the key and the value in the format of the cache
-    dtype: tl.constexpr = new.tensor.dtype.element_ty
-    codes, scale = encode_measured(
-        numbers, cache.global_scale, dtype, SIZE, BLOCK, CACHE_FORMAT, NATIVE_FP8
-    )
-    # step: store the key and the value
-    to, of_scale, is_code, has_scale = locate_rows(
-        cache, block_id, offset, head, stored, SIZE, BLOCK, CACHE_FORMAT, ALIGNMENT
-    )
-    tl.store(to, codes, mask=is_code)
-    tl.store(of_scale, scale, mask=has_scale)
-
-
-@triton.jit
-def locate_rows(
-    cache, block_id, offset, head, is_row,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, CACHE_FORMAT: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """Return pointers to the codes of slots and heads and to their scales.
-
-    Args:
-        cache: MeasuredHalf.
-        block_id, offset, head, is_row: [ROWS]; `head` may be one number.
-        ALIGNMENT: see `align_rows`.
-
-    Returns:
-        [ROWS, stored elements] and [ROWS], or [ROWS, parts] for block scales; and which codes and
-        which scales exist, of the same shapes.
-    """
-    codes: tl.constexpr = 2 if is_packed(CACHE_FORMAT) else 1
-    part = tl.arange(0, BLOCK // codes)
-    row = block_id * cache.stride_block + offset * cache.stride_slot
-    row = tl.multiple_of(cache.tensor + (row + head * cache.stride_head), ALIGNMENT)
-    of_scale = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
-    of_scale = cache.scale + (of_scale + head * cache.scale_stride_head)
-    to = row[:, None] + (part * cache.stride_element)[None, :]
-    is_code = is_row[:, None] & (part < SIZE // codes)[None, :]
-    has_scale = is_row
-    step: tl.constexpr = channels_per_scale(CACHE_FORMAT)
-    if step:
-        block = tl.arange(0, BLOCK // step)
-        of_scale = of_scale[:, None] + (block * cache.scale_stride_part)[None, :]
-        has_scale = is_row[:, None] & (block < SIZE // step)[None, :]
-    return to, of_scale, is_code, has_scale
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Triton kernel that writes keys and values to a cache of rotated rows in codes of four bits.
 
 A thread has a whole row, in groups of eight channels, so the stages of the transform exchange
-nothing between threads. Otherwise it is the write of `kv_cache.py`, with the same bits.
+nothing between threads. Otherwise it is the write of `measured_write.py`, with the same bits.
 """
 
 # ruff: noqa: RUF005 - Triton has no unpacking in tuples
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .measured_write import find_rows, locate_begins
 from .portable.formats.int4_per_token_head import (
     count_channels,
     group_signs,
@@ -70,54 +71,44 @@ def write_rotated_kv_kernel(
         TOKENS, HEADS: tokens of the tile, and heads of each: powers of two.
         K_ALIGNMENT, V_ALIGNMENT: see `align_rows`.
     """
-    row = tl.arange(0, TOKENS * HEADS)
-    token = tl.program_id(0).to(tl.int64) * TOKENS + row // HEADS
-    head = (tl.program_id(1) // 2).to(tl.int64) * HEADS + row % HEADS
-    is_row = (token < num_slots) & (head < kv_heads)
-    # step: skip tokens without a slot
-    slot = tl.load(slot_mapping + token * mapping_stride, mask=is_row, other=-1)
-    # step: find block and offset
-    block_id = slot // BLOCK_SIZE
-    offset = slot - block_id * BLOCK_SIZE
+    rows = find_rows(
+        slot_mapping, mapping_stride, num_slots, kv_heads, tl.program_id(1) // 2,
+        BLOCK_SIZE, TOKENS, HEADS,
+    )  # fmt: skip
     if tl.program_id(1) % 2 == 0:
-        _write_rows(
-            key, key_cache, token, head, block_id, offset, is_row, slot >= 0,
-            HEAD_SIZE, HAS_ZERO, NATIVE, K_ALIGNMENT,
-        )  # fmt: skip
+        _write_rows(key, key_cache, rows, HEAD_SIZE, HAS_ZERO, NATIVE, K_ALIGNMENT)
     else:
         _write_rows(
-            value, value_cache, token, head, block_id, offset, is_row, slot >= 0,
-            VALUE_HEAD_SIZE, HAS_ZERO, NATIVE, V_ALIGNMENT,
-        )  # fmt: skip
+            value, value_cache, rows, VALUE_HEAD_SIZE, HAS_ZERO, NATIVE, V_ALIGNMENT
+        )
 
 
 @triton.jit
 def _write_rows(
-    new, cache, token, head, block_id, offset, is_row, stored,
+    new, cache, rows,
     SIZE: tl.constexpr, HAS_ZERO: tl.constexpr, NATIVE: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Write the keys or the values of some tokens and heads.
 
     Args:
-        token, head, block_id, offset: [ROWS] the tokens and heads, and their places.
-        is_row, stored: [ROWS] which exist, and which are stored.
+        rows: NewRows.
     """
     dtype: tl.constexpr = new.tensor.dtype.element_ty
-    parts = _load_rotated(new, token, head, is_row, SIZE)
+    parts = _load_rotated(new, rows.token, rows.head, rows.exists, SIZE)
     # step: encode the key and the value in the format of the cache
     smallest = tl.full(parts[0].shape, float("inf"), tl.float32)
     largest = -smallest
     rounded = ()
     for number in tl.static_range(SIZE // CHANNELS):
-        rows = round_to(parts[number], dtype, NATIVE)
-        rounded = rounded + (rows,)  # type: ignore[assignment]
+        part = round_to(parts[number], dtype, NATIVE)
+        rounded = rounded + (part,)  # type: ignore[assignment]
         if NATIVE:
-            smallest, largest = tl.minimum(smallest, rows), tl.maximum(largest, rows)
+            smallest, largest = tl.minimum(smallest, part), tl.maximum(largest, part)
         else:
-            is_number = rows == rows
-            smallest = tl.where(is_number, tl.minimum(smallest, rows), smallest)
-            largest = tl.where(is_number, tl.maximum(largest, rows), largest)
+            is_number = part == part
+            smallest = tl.where(is_number, tl.minimum(smallest, part), smallest)
+            largest = tl.where(is_number, tl.maximum(largest, part), largest)
     inverse, zero_point, scale = measure_levels(
         tl.min(smallest, 1), tl.max(largest, 1), HAS_ZERO
     )
@@ -129,12 +120,12 @@ def _write_rows(
         )
         words = words + (tl.sum(levels << shifts, 1),)  # type: ignore[assignment]
     # step: store the key and the value
-    to = block_id * cache.stride_block + offset * cache.stride_slot
-    to = tl.multiple_of(cache.tensor + (to + head * cache.stride_head), ALIGNMENT)
-    _store_words(words, to.to(tl.pointer_type(tl.int32)), stored, SIZE // CHANNELS)
-    of_scale = block_id * cache.scale_stride_block + offset * cache.scale_stride_slot
-    of_scale += head * cache.scale_stride_head
-    tl.store(cache.scale + of_scale, scale, mask=stored)
+    to, of_scale = locate_begins(
+        cache, rows.block_id, rows.offset, rows.head, ALIGNMENT
+    )
+    to = to.to(tl.pointer_type(tl.int32))
+    _store_words(words, to, rows.stored, SIZE // CHANNELS)
+    tl.store(of_scale, scale, mask=rows.stored)
 
 
 @triton.jit

@@ -43,6 +43,8 @@ class CacheFormat:
         channels_per_scale: Channels of a key or value with the same scale, if it has several. A
             global scale, which is given, multiplies them. If 0, it has one scale at most.
         is_rotated: Whether keys and values are rotated before they are codes.
+        includes_zero: Whether every row has a code for 0. If not, the codes of a row go from its
+            smallest to its largest number.
         scale_dtype: Of scales that the write measures.
         scales: The axes that its scales may have. None if numbers are stored as they are.
         aliases: Other names of the format.
@@ -69,6 +71,7 @@ class CacheFormat:
     codes_per_element: int = 1
     channels_per_scale: int = 0
     is_rotated: bool = False
+    includes_zero: bool = True
     scale_dtype: torch.dtype = torch.float32
     scales: tuple[ScaleAxes, ...] = ()
     aliases: tuple[str, ...] = ()
@@ -234,6 +237,7 @@ FORMATS = {
             dtype=torch.uint8,
             codes_per_element=2,
             is_rotated=True,
+            includes_zero=False,
             scales=(ScaleAxes.TOKEN_HEAD,),
             loses="rows whose rotation has one sign, such as those of their first channel",
         ),

@@ -3,12 +3,8 @@
 import pytest
 import torch
 from pagetwin.contract.cache_formats import FORMATS, split_page
-from pagetwin.optimized.kernels.kv_cache import (
-    align_rows,
-    choose_rows,
-    choose_tile,
-    choose_tokens,
-)
+from pagetwin.optimized.kernels.kv_cache import choose_tile, choose_tokens
+from pagetwin.optimized.kernels.measured_write import align_rows, choose_rows
 
 # elements of a token, and microseconds by tokens per program (tests/gpu/sweep.py, 2026-11-24, on an
 # H200; in the order of their tokens: 1 to 29,462)

@@ -126,11 +126,6 @@ class CodedCache:
             expect_memory(name, found, wanted)
 
 
-def has_pages(form: CacheFormat) -> bool:
-    """Return whether pages that hold codes and scales are defined for a format."""
-    return form.has_token_scales or form.name.startswith("nvfp4")
-
-
 def in_page(
     page: Tensor,
     slots_and_heads: Sequence[int],
@@ -193,7 +188,7 @@ def make_coded(
     if form.channels_per_scale:
         pair = pick.choices([0.011, 0.25, 1.0, 3.7], k=2)
         global_scales = (pair[0], pair[1])
-    if has_pages(form) and not any(elements % 4 for elements in stored):
+    if form.is_measured and not any(elements % 4 for elements in stored):
         order = order or pick.choice((*PAGES, APART))
         if order in PAGES:
             by_head = order == PAGES[1]

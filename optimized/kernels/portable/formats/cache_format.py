@@ -73,6 +73,12 @@ def is_rotated(name: str) -> bool:
     return FORMATS[name].is_rotated
 
 
+@triton.constexpr_function
+def includes_zero(name: str) -> bool:
+    """Return whether every row of a format has a code for 0."""
+    return FORMATS[name].includes_zero
+
+
 @triton.jit
 def encode_given(
     numbers, scale, CACHE_FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr,
@@ -107,7 +113,7 @@ def encode_measured(
     elif CACHE_FORMAT == "nvfp4_4over6":
         codes, scale = encode_4over6(numbers, global_scale)
     elif is_rotated(CACHE_FORMAT):
-        has_zero: tl.constexpr = CACHE_FORMAT == "int4_per_token_head"
+        has_zero: tl.constexpr = includes_zero(CACHE_FORMAT)
         codes, scale = encode_int4(numbers, dtype, SIZE, BLOCK, has_zero)
     else:
         tl.static_assert(CACHE_FORMAT == "fp8_per_token_head")
