@@ -246,6 +246,18 @@ def slot_scales(
     return scales if step else scales[..., 0]
 
 
+def put(stored: Tensor, places: Any, new: Tensor) -> None:
+    """Set elements of memory on any device, in the dtype that it has.
+
+    Args:
+        places: An index of `stored`, on its device.
+    """
+    if stored.element_size() == 1:
+        # torch does not index every dtype of one byte
+        stored, new = stored.view(torch.uint8), new.view(torch.uint8)
+    stored[places] = new.to(stored.device)
+
+
 def coded_call(
     call: Call, form: CacheFormat, seed: int, order: str | None = None
 ) -> Call:
@@ -268,14 +280,9 @@ def coded_call(
         place = used.to(codes.device)
         given = cache.given(form, number)
         made, measured = encode_by_hand(form, numbers[used], given)
-        codes[place] = made.to(codes.device)
+        put(codes, place, made)
         if measured is not None:
-            # torch does not index every dtype of one byte
-            to, new = (
-                side.view(torch.uint8) if side.element_size() == 1 else side
-                for side in (scale, measured)
-            )
-            to[place] = new.to(codes.device)
+            put(scale, place, measured)
     arguments: dict[str, Any] = {
         "key_cache": cache.key,
         "value_cache": cache.value,

@@ -18,7 +18,7 @@ from ..candidates.setting import Setting
 from ..cases.batches import GARBAGE, BatchPlan, empty_cache
 from ..cases.caches import CacheSizes
 from ..cases.options import Call, stored_as
-from ..checks.coded_caches import CODED, PACKED, fits, make_coded
+from ..checks.coded_caches import CODED, PACKED, fits, make_coded, put
 from ..checks.expect import Disagreement
 from ..oracles.cache_formats import encode_by_hand, most_off
 from .cache_formats import name_of
@@ -172,11 +172,9 @@ def write_by_hand(
         )
     else:
         codes = stored_as(new, GIVEN_SCALE, stored.dtype)
-    stored[at] = codes.to(stored.device)
-    if measured is not None and scale is not None:
-        # torch does not index every dtype of one byte
-        bits = torch.uint8 if scale.element_size() == 1 else scale.dtype
-        scale.view(bits)[at] = measured.view(bits).to(scale.device)
+    put(stored, at, codes)
+    if isinstance(scale, Tensor) and measured is not None:
+        put(scale, at, measured)
 
 
 def off_by(form: CacheFormat, values: Tensor) -> Tensor:
