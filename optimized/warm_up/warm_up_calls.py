@@ -37,7 +37,7 @@ def make_call(
         lengths=torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device),
         max_query_len=spec.max_query_len,
         max_key_len=spec.max_seq_len,
-        scale=head_size_of(key) ** -0.5,
+        scale=head_size_of(key) ** -0.5 if spec.scale is None else spec.scale,
         out=out,
         lse=lses if lse else None,
         options=options,

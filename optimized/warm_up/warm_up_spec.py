@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.cache_formats import find_format
+from ...validation.score_numbers import check_score_scale
 from ..runtime.launcher import is_capturing
 
 
@@ -27,6 +28,7 @@ class WarmUpSpec:
         out_dtype: Optional. Dtype of the output. If None, that of the queries.
         options: the options of each kind of layer. Tensors with an entry per request or token may
             have any number of entries.
+        scale: Optional. That of the calls. If None, 1 / sqrt(head size).
         lse: whether calls pass a float32 `lse`, for each kind of call.
         cascades: whether `cascade_attention` is called too.
         make_rows: Optional. Returns query, output and `lse` of a number of tokens, with the
@@ -46,6 +48,7 @@ class WarmUpSpec:
     dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
     options: tuple[AttentionOptions, ...] = (DEFAULT_OPTIONS,)
+    scale: float | None = None
     lse: tuple[bool, ...] = (False,)
     cascades: bool = False
     make_rows: Callable[[int], tuple[Tensor, Tensor, Tensor]] | None = None
@@ -96,6 +99,7 @@ def check_spec(spec: WarmUpSpec) -> None:
             f"max_query_len = {spec.max_query_len}: expected at most max_seq_len ="
             f" {spec.max_seq_len}, since new tokens are part of their sequence"
         )
+    check_score_scale(spec.scale)
     for name in ("options", "lse"):
         if not getattr(spec, name):
             raise ValueError(f"{name} is empty: expected an entry per kind of call")

@@ -250,7 +250,7 @@ def test_kernels_are_compiled_in_the_first_run_that_has_a_cache(
     assert spec.key_cache.data_ptr() == steps.cache.data_ptr()
     bounds = (spec.max_num_reqs, spec.max_query_len, spec.max_seq_len)
     assert bounds == (4, 48, 96)
-    assert spec.num_query_heads == 4
+    assert spec.num_query_heads == 4 and spec.scale == steps.impl.scale
     assert [option.sliding_window for option in spec.options] == [9]
     assert "warm-up: 1 kernels of layers with 4 query heads" in caplog.text
 

@@ -8,6 +8,7 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS
 from pagetwin.optimized import WarmUpSpec, warm_up
+from pagetwin.optimized.warm_up.warm_up_calls import make_call
 from support.compiler_process import json_lines
 
 pytestmark = pytest.mark.long
@@ -149,6 +150,7 @@ def test_a_spec_of_decodes_compiles_no_prefill(device: torch.device) -> None:
             {"max_query_len": 41},
             "max_query_len = 41: expected at most max_seq_len = 40",
         ),
+        ({"scale": float("nan")}, "scale = nan: expected 0 or a number of size"),
         ({"num_threads": 0}, "num_threads = 0: expected an integer of at least 1"),
         ({"options": ()}, "options is empty: expected an entry per kind of call"),
         ({"lse": ()}, "lse is empty"),
@@ -238,3 +240,10 @@ def test_a_cache_whose_scales_are_measured_is_warmed_up(
     assert bool((codes.view(torch.uint8) == 3).all()) and bool(
         (k_scale.float() == 1).all()
     )
+
+
+def test_the_launches_have_the_scale_of_the_calls(device: torch.device) -> None:
+    """From a large scale on, prefills of codes run another kernel."""
+    spec = make_spec(device, scale=1.0)
+    assert make_call(spec, 0, False, 1).scale == 1.0
+    assert make_call(make_spec(device), 0, False, 1).scale == 0.25

@@ -137,8 +137,21 @@ def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
     slot = int(inputs.slot_mapping[0])
     place = divmod(slot, workload.block_size)
     assert inputs.v_scale is not None
+    codes = inputs.value_cache.view(torch.uint8)
+    codes[place][0, 0] ^= 1
+    found = check_write(inputs)
+    assert found.message == f"value at slot {slot} is wrong"
+    # a code next to the nearest has an error, a slot of nobody has none
+    assert 0 < found.error < 0.05
+    nobodys = next(
+        at for at in range(codes[..., 0, 0].numel()) if at not in inputs.slot_mapping
+    )
+    codes[divmod(nobodys, workload.block_size)][0, 0] ^= 1
+    assert check_write(inputs).error == 0
+    codes[divmod(nobodys, workload.block_size)][0, 0] ^= 1
     inputs.v_scale[place][0] *= 2
-    assert check_write(inputs).message == f"value at slot {slot} is wrong"
+    found = check_write(inputs)
+    assert found.message == f"value at slot {slot} is wrong" and found.error > 0.05
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8-token", "int4"])

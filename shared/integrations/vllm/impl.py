@@ -331,6 +331,7 @@ class PagetwinImpl(VllmAttentionImpl):
             None if self.shared is None else self.shared.allocate(query, output),
             cascades=bounds.has_cascades and self.takes_cascade and not self.ranges,
             cache_format=None if self._measured is None else self._measured.name,
+            scale=self.scale,
         )
 
     def _is_alike(self, layer: Any) -> bool:
@@ -338,7 +339,8 @@ class PagetwinImpl(VllmAttentionImpl):
         other = getattr(layer, "impl", None)
         if other is self or type(other) is not type(self) or self.shared is not None:
             return False
-        names = ("bounds", "num_heads", "num_kv_heads", "head_size", "kv_cache_dtype")
+        names = ("bounds", "num_heads", "num_kv_heads", "head_size", "scale")
+        names += ("kv_cache_dtype",)
         return not other.own.is_uncached and all(
             getattr(other, name) == getattr(self, name) for name in names
         )

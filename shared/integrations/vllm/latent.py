@@ -232,7 +232,7 @@ class PagetwinLatentImpl(MLACommonImpl):
             bounds = replace(bounds, max_num_reqs=reqs, max_query_len=longest)
             warm_up_layers(
                 self.run.name, (key, value), query.shape[1], query.dtype, [options], bounds,
-                lse=shares,
+                lse=shares, scale=self.scale,
             )  # fmt: skip
 
 

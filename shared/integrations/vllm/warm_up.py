@@ -74,6 +74,7 @@ def warm_up_layers(
     lse: bool = False,
     cascades: bool = False,
     cache_format: str | None = None,
+    scale: float | None = None,
 ) -> int:
     """Compile the kernels of layers that differ in options, once per process and kind of layer.
 
@@ -91,6 +92,7 @@ def warm_up_layers(
         cascades: whether a prefix that all requests share is read once.
         cache_format: Optional. Name of a format whose scales are measured. If None, that of the
             caches.
+        scale: Optional. That of the calls. If None, 1 / sqrt(head size).
 
     Returns:
         how many kernels there are.
@@ -100,6 +102,7 @@ def warm_up_layers(
         *(key.shape[1:], key.stride(), key.dtype, value.shape[1:], value.stride()),
         *(key.device, num_query_heads, dtype, bounds),
         *(None if shared is None else id(shared), lse, cascades, cache_format),
+        scale,
     )
     new = []
     with _LOCK:
@@ -128,6 +131,7 @@ def warm_up_layers(
         dtype=dtype,
         options=tuple(new),
         lse=(lse,),
+        scale=scale,
         cascades=cascades,
         **({} if cache_format is None else {"kv_cache_dtype": cache_format}),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...contract.budgets import judge_rows
 from ...contract.operations import load_implementation
-from .coded_inputs import as_bytes, encode
+from .coded_inputs import as_bytes, decode, encode
 from .inputs import Inputs, fill_with_nan
 from .workloads import Workload
 
@@ -149,34 +149,46 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check_write(inputs: Inputs) -> Finding:
-    """Return whether all bytes of the caches, which held NaN before the write, are right."""
+    """Return whether all bytes of the caches, which held NaN before the write, are right.
+
+    If codes or scales of written slots alone are others, the finding has an error: that of the
+    numbers that they mean.
+    """
     caches = (inputs.key_cache, inputs.value_cache)
     scales = (inputs.k_scale, inputs.v_scale)
     given = zip(
         ("key", "value"), (inputs.key, inputs.value), caches, scales, strict=True
     )
     for name, new, cache, scale in given:
-        right = [(torch.empty_like(cache), new.to(cache.dtype), cache)]
+        right = [(new.to(cache.dtype), cache)]
         if scale is not None:
             form = inputs.workload.form
             assert form is not None
             shape = (len(new), 1, new.shape[1])
-            codes = torch.empty_like(cache, memory_format=torch.contiguous_format)
-            made = codes.new_zeros(*shape, cache.shape[3])
+            made = cache.new_zeros(*shape, cache.shape[3])
             measured = torch.zeros(shape, device=new.device)
             encode(form, new[:, None], made, measured)
-            right = [
-                (codes, made[:, 0], cache),
-                (torch.empty(scale.shape, device=new.device), measured[:, 0], scale),
-            ]
-        for expected, stored, found in right:
+            right = [(made[:, 0], cache), (measured[:, 0], scale)]
+        for stored, found in right:
+            expected = torch.empty(found.shape, dtype=found.dtype, device=found.device)
             fill_with_nan(expected)
             slots = as_bytes(expected).flatten(0, 1)
             slots[inputs.slot_mapping] = as_bytes(stored.contiguous())
             wrong = as_bytes(expected) != as_bytes(found.contiguous())
-            if bool(wrong.any()):
-                block, offset = wrong.flatten(2).any(2).nonzero()[0].tolist()
-                return Finding(
-                    False, f"{name} at slot {block * cache.shape[1] + offset} is wrong"
-                )
+            wrong = wrong.flatten(2).any(2).flatten()  # [slots]
+            if not wrong.any():
+                continue
+            message = f"{name} at slot {int(wrong.nonzero()[0])} is wrong"
+            wrong[inputs.slot_mapping] = False
+            if scale is None or bool(wrong.any()):
+                return Finding(False, message)
+            at = inputs.slot_mapping
+            codes, of_codes = (
+                as_bytes(part.contiguous()).flatten(0, 1)[at].view(part.dtype)
+                for part in (cache, scale)
+            )
+            meant = decode(right[0][0][:, None], right[1][0][:, None], torch.float32)
+            is_meant = decode(codes[:, None], of_codes[:, None], torch.float32)
+            error = float((is_meant - meant).norm() / meant.norm())
+            return Finding(False, message, error=error)
     return Finding(True)

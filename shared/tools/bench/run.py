@@ -247,10 +247,11 @@ class Benchmark:
         """Return whether a library is timed although its error exceeds the budget.
 
         That is a library that rounds more often (`rounds_more`), in a workload with an aim, whose
-        table shows the error. An output that is not finite has no error and is wrong.
+        table shows the error, or a write. An output that is not finite has no error and is wrong.
         """
         is_small = 0 < found.error <= LARGEST_ERROR
-        return prepared.rounds_more and workload.aim is not None and is_small
+        may_round = workload.aim is not None or workload.kind == "write"
+        return prepared.rounds_more and may_round and is_small
 
     def _check_device(self, who: str, workload: Workload) -> None:
         """End the run if nothing can be computed any more."""

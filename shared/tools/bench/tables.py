@@ -186,9 +186,14 @@ def error_notes(record: Record) -> list[str]:
         for name, entry in workload["results"].items():
             if entry["status"] == "timed" and not entry.get("within_budget", True):
                 beside = "" if ours is None else f", ours {ours:.2g}"
+                why = (
+                    "its error exceeds the budget, because it rounds queries or weights to"
+                    " fewer bits"
+                )
+                if workload.get("kind") == "write":
+                    why = "some of its codes are next to the nearest"
                 notes.append(
-                    f"{name} in {workload['name']}: its error exceeds the budget, because it"
-                    " rounds queries or weights to fewer bits; relative error"
+                    f"{name} in {workload['name']}: {why}; relative error"
                     f" {entry['error']:.2g}{beside}"
                 )
     return notes

@@ -41,8 +41,9 @@ class Prepared:
         note: What was prepared in advance, or what differs from the other libraries.
         same_work: Whether it does the same work as the others. If False, it reads keys that were
             gathered for it, so its time is shown but not used as a baseline.
-        rounds_more: Whether it rounds queries or weights to fewer bits. A workload of codes may
-            time it although its error exceeds the budget. The error is then shown.
+        rounds_more: Whether it rounds queries or weights to fewer bits, or codes less exactly. A
+            workload of codes may time it although its error exceeds the budget. The error is then
+            shown.
     """
 
     call: Callable[[], Any]

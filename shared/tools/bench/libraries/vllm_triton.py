@@ -159,5 +159,7 @@ def write_coded(module: Any, inputs: Inputs, form: CacheFormat) -> Prepared:
             inputs.v_scale,
             inputs.slot_mapping,
             mode,
-        )
+        ),
+        note="its division may be off in the last bits: some codes are next to the nearest",
+        rounds_more=True,
     )
