@@ -253,29 +253,29 @@ from functools import partial
 from pagetwin.conformance import parametrize_with_laws
 
 MINE, NARROW, SLOTS = {name!r}, {narrow!r}, {slots!r}
-tested = partial(parametrize_with_laws, only=SLOTS, examples=60, device="cpu")
+on_laws = partial(parametrize_with_laws, only=SLOTS, examples=60, device="cpu")
 
-@tested(MINE)
+@on_laws(MINE)
 def test_broken(law):
     law()
 
-@tested(MINE, known_failures={{SLOTS: "blocks of 3"}})
+@on_laws(MINE, known_failures={{SLOTS: "blocks of 3"}})
 def test_known(law):
     law()
 
-@tested("reference", known_failures={{SLOTS: "it was"}})
+@on_laws("reference", known_failures={{SLOTS: "it was"}})
 def test_fixed(law):
     law()
 
-@tested("reference")
+@on_laws("reference")
 def test_held(law):
-    assert law().cases == 60
+    assert law().cases >= 60  # and those that are always tried
 
-@tested(MINE, only="slots on the device")
+@on_laws(MINE, only="slots on the device")
 def test_missing(law):
     law()
 
-@tested(NARROW, only="slots on the device")
+@on_laws(NARROW, only="slots on the device")
 def test_undeclared(law):
     law()
 """
