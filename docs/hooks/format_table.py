@@ -43,6 +43,7 @@ SUFFIXES = {
     "int8_per_token_head": "int8",
     "fp8_per_token_head": "fp8-token",
     "int4_per_token_head": "int4",
+    "nvfp4": "nvfp4",
 }
 """How the names of workloads end, by format."""
 BATCHES = {

@@ -74,7 +74,8 @@ FlashMLAFile = Annotated[
 Suite = Annotated[
     str,
     typer.Option(
-        help="Suite of workloads: standard, extended (each with an aim), all."
+        help="Suite of workloads: standard, extended (each with an aim), formats (caches of"
+        " codes), all (the first two)."
     ),
 ]
 JsonFile = Annotated[

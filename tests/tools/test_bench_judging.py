@@ -121,7 +121,9 @@ def test_a_write_is_judged_by_every_byte(name: str) -> None:
     assert check_write(inputs).message == f"value at slot {nobodys} is wrong"
 
 
-@pytest.mark.parametrize("name", ["write-8k-int8-page", "write-8k-fp8-token"])
+@pytest.mark.parametrize(
+    "name", ["write-8k-int8-page", "write-8k-fp8-token", "write-8k-nvfp4-page"]
+)
 def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
     name: str,
 ) -> None:
@@ -131,8 +133,9 @@ def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
     reference: Any = load_implementation("reference")
     caches = (inputs.key_cache, inputs.value_cache)
     reference.reshape_and_cache(
-        inputs.key, inputs.value, *caches, inputs.slot_mapping, *inputs.scales
-    )
+        inputs.key, inputs.value, *caches, inputs.slot_mapping, *inputs.scales, None,
+        *inputs.global_scales,
+    )  # fmt: skip
     assert check_write(inputs).ok
     slot = int(inputs.slot_mapping[0])
     place = divmod(slot, workload.block_size)
@@ -149,12 +152,13 @@ def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
     codes[divmod(nobodys, workload.block_size)][0, 0] ^= 1
     assert check_write(inputs).error == 0
     codes[divmod(nobodys, workload.block_size)][0, 0] ^= 1
-    inputs.v_scale[place][0] *= 2
+    row = inputs.v_scale[place][0]
+    row.copy_(row.float() * 2)
     found = check_write(inputs)
     assert found.message == f"value at slot {slot} is wrong" and found.error > 0.05
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8-token", "int4"])
+@pytest.mark.parametrize("form", ["int8", "fp8-token", "int4", "nvfp4"])
 def test_a_workload_of_codes_has_the_numbers_of_its_format(form: str) -> None:
     workload = load_workloads("formats")[f"decode-64x4k-{form}"].tiny()
     inputs = draw_inputs(workload, 0, "cpu")

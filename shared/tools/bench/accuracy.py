@@ -164,9 +164,10 @@ def check_write(inputs: Inputs) -> Finding:
         if scale is not None:
             form = inputs.workload.form
             assert form is not None
-            shape = (len(new), 1, new.shape[1])
-            made = cache.new_zeros(*shape, cache.shape[3])
-            measured = torch.zeros(shape, device=new.device)
+            shape = (len(new), 1, *cache.shape[2:])
+            made = torch.zeros(shape, dtype=torch.uint8, device=new.device)
+            made = made.view(cache.dtype)
+            measured = form.empty_scales(made)
             encode(form, new[:, None], made, measured)
             right = [(made[:, 0], cache), (measured[:, 0], scale)]
         for stored, found in right:

@@ -1,4 +1,4 @@
-"""Caches of formats that measure a scale per token and head, for workloads of the benchmark."""
+"""Caches of formats that measure their scales, for workloads of the benchmark."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from ...contract.cache_formats import CacheFormat, find_format, split_page
+from ...contract.nvfp4_pages import split_nvfp4_page
 from ...reference.cache.formats import FILES
+
+GLOBAL_SCALE = 2.0**-8
+"""What block scales are multiplied by. Those of normal numbers are up to about 200 then."""
 
 
 class Coded(NamedTuple):
@@ -14,7 +18,8 @@ class Coded(NamedTuple):
 
     Args:
         key, value: [num_blocks, block_size, kv_heads, elements].
-        k_scale, v_scale: [num_blocks, block_size, kv_heads].
+        k_scale, v_scale: [num_blocks, block_size, kv_heads], or [num_blocks, block_size, kv_heads,
+            blocks] of block scales.
     """
 
     key: Tensor
@@ -40,14 +45,17 @@ def empty_coded(
     """
     assert form.dtype is not None
     stored = [form.elements(size) for size in sizes]
+    row = sum(map(form.row_bytes, sizes))
+    page = torch.zeros(*slots, row if in_page else 0, dtype=torch.uint8, device=device)
+    if in_page and form.channels_per_scale:
+        return Coded(*split_nvfp4_page(page.flatten(1), *slots[1:], *sizes))
     if in_page:
-        page = torch.zeros(*slots, sum(stored) + 8, dtype=torch.uint8, device=device)
         return Coded(*split_page(page, *sizes, form))
     codes = [
         torch.zeros(*slots, elements, dtype=torch.uint8, device=device).view(form.dtype)
         for elements in stored
     ]
-    scales = [torch.zeros(slots, device=device) for _ in range(2)]
+    scales = [form.empty_scales(of_cache).zero_() for of_cache in codes]
     return Coded(codes[0], codes[1], scales[0], scales[1])
 
 
@@ -62,7 +70,8 @@ def encode(form: CacheFormat, numbers: Tensor, codes: Tensor, scale: Tensor) -> 
     step = max(1, (1 << 26) // numbers[0].numel())
     for begin in range(0, len(numbers), step):
         part = slice(begin, begin + step)
-        made, measured = FILES[form.file].store(numbers[part], scale[part], form.dtype)
+        given = GLOBAL_SCALE if form.channels_per_scale else scale[part]
+        made, measured = FILES[form.file].store(numbers[part], given, form.dtype)
         as_bytes(codes)[part] = as_bytes(made)
         scale[part] = measured
 
@@ -72,11 +81,11 @@ def decode(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         codes: [..., block_size, kv_heads, elements].
-        scale: [..., block_size, kv_heads].
+        scale: [..., block_size, kv_heads], or [..., block_size, kv_heads, blocks].
     """
     form = find_format(codes.dtype, scale)
     numbers: Tensor = FILES[form.file].load(codes, scale, torch.float32)
-    return numbers.to(dtype)
+    return (numbers * GLOBAL_SCALE if form.channels_per_scale else numbers).to(dtype)
 
 
 def as_bytes(codes: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
-from .coded_inputs import decode, empty_coded, encode
+from .coded_inputs import GLOBAL_SCALE, decode, empty_coded, encode
 from .workloads import Workload
 
 SPARE_BLOCKS = 4
@@ -35,7 +35,7 @@ class Inputs:
         sinks: Optional. [query_heads] float32, representable in `dtype`. If None, there are none.
         alibi_slopes: Optional. [query_heads] float32. If None, there are none.
         k_scale, v_scale: Optional. [num_blocks, block_size, kv_heads] float32 of formats that
-            measure them. If None, an FP8 cache has the scale 1.
+            measure them, or block scales. If None, an FP8 cache has the scale 1.
     """
 
     workload: Workload
@@ -87,6 +87,13 @@ class Inputs:
         if self.k_scale is not None:
             return self.k_scale, self.v_scale
         return (1.0, 1.0) if self.workload.is_quantised else (None, None)
+
+    @property
+    def global_scales(self) -> tuple[float | None, float | None]:
+        """What the block scales of keys and of values are multiplied by."""
+        form = self.workload.form
+        has_one = form is not None and form.has_global_scale
+        return (GLOBAL_SCALE, GLOBAL_SCALE) if has_one else (None, None)
 
     def numbers(self, blocks: Tensor | slice, dtype: torch.dtype) -> list[Tensor]:
         """Return the keys and the values of some blocks as numbers."""

@@ -47,8 +47,8 @@ class Workload:
         query_dtype: Optional. FP8 dtype that represents all queries exactly. If None, queries
             have any values of `dtype`.
         shared_prefix: Tokens at the start of each request that all requests share.
-        cache_format: Optional. A format that measures a scale per token and head. If None, the
-            cache has numbers of `kv_dtype`, FP8 ones with the scale 1.
+        cache_format: Optional. A format that measures its scales. If None, the cache has numbers of
+            `kv_dtype`, FP8 ones with the scale 1.
         in_page: Whether the scales of that format are in the pages of its codes.
         nope_head_size: Of kind "latent": elements of an expanded key without position. They and
             the rope elements set the scale of the scores.
@@ -112,7 +112,9 @@ class Workload:
             "batch invariance": self.batch_invariant,
             "a latent cache": self.kind == "latent",
             "a shared prefix": self.kind == "cascade",
-            "scales per token and head": self.form is not None,
+            "scales per token and head": self.form is not None
+            and self.form.has_token_scales,
+            "block scales": self.form is not None and self.form.has_global_scale,
             "values smaller than keys": self.kind != "latent"
             and self.value_size != self.head_size,
         }

@@ -25,6 +25,7 @@ class Ours(AttentionLibrary):
         workload = inputs.workload
         twin: Any = load_implementation("optimized")
         k_scale, v_scale = inputs.scales
+        k_global, v_global = inputs.global_scales
         if workload.kind == "write":
             return Prepared(
                 lambda: twin.reshape_and_cache(
@@ -35,6 +36,9 @@ class Ours(AttentionLibrary):
                     inputs.slot_mapping,
                     k_scale,
                     v_scale,
+                    workload.cache_format,
+                    k_global,
+                    v_global,
                 )
             )
         out = inputs.fresh()
@@ -56,6 +60,8 @@ class Ours(AttentionLibrary):
             inputs.options(),
             k_scale=k_scale,
             v_scale=v_scale,
+            k_global_scale=k_global,
+            v_global_scale=v_global,
             batch_invariant=workload.batch_invariant,
         )
         attend, note = twin.paged_attention, ""
