@@ -9,7 +9,7 @@ from ...engine.rank_group import RankGroup
 from ..attention.merge_states import lse_weighted_combine
 from ..kernels.merge import State
 from ..runtime.launcher import check_launch, launch_kernel, must_widen
-from .kernels.combine_ranks import Received, combine_ranks_kernel
+from .kernels.combine_ranks import Partners, Received, combine_ranks_kernel
 
 ROW_PADDING = 8
 """Elements after the values of a row: its log-sum-exp, and padding to 32 bytes, which TMA takes."""
@@ -22,17 +22,20 @@ def combine_received(
     sinks: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
+    partners: Partners | None = None,
 ) -> Tensor:
     """Combine partial results by log-sum-exp, and return `out`.
 
     Args:
         received: [ranks, heads, splits, tokens, elements] float32; a row has its values, its
-            log-sum-exp, and padding.
+            log-sum-exp, and padding. With `partners`, what this rank has for each rank.
         order: [ranks * splits] int64, where each partial result is, as rank * splits + split.
         batch: That of the step.
         sinks: [heads] one more score per head. Optional. If None, there are none.
         out: [tokens, heads, value_head_size], modified in place.
         lse: Optional. [heads, tokens], modified in place.
+        partners: Optional. The ranks, which exchange the partial results in the launch. If None,
+            they have exchanged them.
     """
     check_launch(received)
     tokens, heads, value_size = out.shape
@@ -52,8 +55,12 @@ def combine_received(
         State(target, lse, *target.stride(), *lse_strides),
         None if sinks is None else sinks.contiguous(),
         batch.is_token,
+        partners,
         HEAD_DIM=value_size,
         BLOCK_D=triton.next_power_of_2(value_size),
+        RANKS=0 if partners is None else len(received),
+        # one warp finds without a barrier whether its words have arrived
+        num_warps=4 if partners is None else 1,
     )
     return out.copy_(target) if upcast else out
 

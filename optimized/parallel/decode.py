@@ -4,10 +4,12 @@ Buffers are allocated once, so a CUDA graph can capture a step on every rank. Th
 writes rows and log-sum-exps into the buffer that is sent: [ranks, heads, splits, tokens, row], in
 which a row has `value_head_size` elements, its log-sum-exp, and padding to 32 bytes. So nothing is
 packed. The combine kernel reads the received buffer in place, in the order of the splits, counts
-the sinks and writes the output.
+the sinks and writes the output. With symmetric memory it exchanges the rows itself.
 
 The fixed splits of a rank are requests of one launch (`parallel/rank_splits.py`).
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -43,6 +45,7 @@ from ..runtime.launcher import bound_kernel_loads
 from .combine import ROW_PADDING, add_sinks, combine_received, combine_while_adding
 from .rank_batch import make_rank_batch
 from .rank_splits import RankSplits, as_runs, scale_as_runs
+from .symmetric_ranks import SymmetricRanks
 
 
 @typed
@@ -98,7 +101,10 @@ class DecodeContextParallel:
         self._query = buffer(rows * head_size, dtype)
         self._queries = buffer(every * head_size, dtype)
         self._sent = buffer(exchanged)
-        self._received = buffer(exchanged)
+        self._partners = None
+        if isinstance(ranks, SymmetricRanks) and exchange == "all_to_all":
+            self._partners = ranks.find_partners(exchanged)
+        self._received = buffer(exchanged) if self._partners is None else self._sent
         self._requests = torch.arange(
             len(self._splits.own) * max_num_tokens + 1,
             dtype=torch.int32,
@@ -270,7 +276,7 @@ class DecodeContextParallel:
         lse: Tensor | None,
         waits: bool,
     ) -> Tensor:
-        """Combine the rows of this rank's heads, from one packed exchange, and return `out`.
+        """Exchange and combine the rows of this rank's heads, and return `out`.
 
         Args:
             outs: [splits * tokens, ranks * heads, value_head_size], in the sent buffer.
@@ -283,6 +289,11 @@ class DecodeContextParallel:
         )  # fmt: skip
         elements = outs.numel() // max(value_size, 1) * (value_size + ROW_PADDING)
         sent = self._sent[:elements].view(shape)
+        to_combine = (self._splits.order, batch, sinks, out, lse)
+        if self._partners is not None:
+            assert isinstance(self.ranks, SymmetricRanks)
+            combine = partial(combine_received, sent, *to_combine, self._partners[0])
+            return self.ranks.run_combination(combine, sent, waits)
         received = self._received[:elements].view(shape)
         received = self.ranks.all_to_all(sent, received, waits)
-        return combine_received(received, self._splits.order, batch, sinks, out, lse)
+        return combine_received(received, *to_combine)

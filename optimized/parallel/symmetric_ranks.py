@@ -2,8 +2,8 @@
 
 The collectives of a decode step move a few KiB, so their latency counts and not their bandwidth.
 NCCL starts a kernel with a protocol for any size and topology. On one host a kernel can store into
-the memory of the other GPUs (`parallel/kernels/exchange.py`). The memory is torch's symmetric
-memory; NVLink multicast is not used.
+the memory of the other GPUs (`parallel/kernels/exchange.py`). The combination of partial results
+exchanges them itself. The memory is torch's symmetric memory; NVLink multicast is not used.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from torch import distributed as dist
 
 from ...engine.rank_group import RankGroup
 from ..runtime.launcher import bound_kernel_loads
+from .kernels.combine_ranks import Partners
 from .kernels.exchange import exchange_kernel
 
 PROGRAMS = 32
 """Programs of each exchange. Always as many, so that their counters agree."""
 BLOCK_WORDS = 2048
 TRIES_PER_SECOND = 1_000_000
-"""Reads of a signal per second of the time limit; one takes about a microsecond or less."""
+"""Reads of missing words per second of the time limit; one takes about a microsecond or less."""
 
 
 class SymmetricRanks(RankGroup):
@@ -58,27 +59,94 @@ class SymmetricRanks(RankGroup):
         if self.group is None or self.world_size == 1:
             return
         bound_kernel_loads()
-        from torch.distributed import _symmetric_memory as symmetric
-
-        # torch has no limit for the rendezvous
-        self.agree(capacity=capacity)
-        words = self.world_size * (PROGRAMS + 2 * self._capacity)
-        self._buffer = symmetric.empty(words, dtype=torch.int32, device=self.device)
-        self._buffer.zero_()
-        self._handle = symmetric.rendezvous(self._buffer, self.group)
-        self._addresses = torch.tensor(self._handle.buffer_ptrs, device=self.device)
+        self._memory: list[Any] = []
+        self._addresses = self._allocate(self._capacity, capacity=capacity)
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int32, device=self.device)
         self._late = torch.zeros(self.world_size, dtype=torch.int32, device=self.device)
-        # through the process group: no rank stores into a buffer that is not yet zero
-        self.agree(is_zero=True)
         self._is_ready = True
+
+    def _allocate(self, words: int, **compared: int) -> Tensor:
+        """Return the addresses of memory that all ranks can address: two halves of zeros.
+
+        Args:
+            words: Words of an entry; a half has one entry per rank.
+            compared: What must be the same on all ranks.
+        """
+        from torch.distributed import _symmetric_memory as symmetric
+
+        assert self.group is not None
+        # torch has no limit for the rendezvous
+        self.agree(**compared)
+        size = 2 * self.world_size * words
+        buffer = symmetric.empty(size, dtype=torch.int64, device=self.device)
+        buffer.zero_()
+        handle = symmetric.rendezvous(buffer, self.group)
+        self._memory.append((buffer, handle))
+        # no rank stores into memory that is not yet zero
+        self.agree(is_zero=True)
+        return torch.tensor(handle.buffer_ptrs, device=self.device)
+
+    @property
+    def _tries(self) -> int:
+        """How often missing words are read. A multiple of 16: kernels are compiled for that."""
+        return min(int(self.timeout * TRIES_PER_SECOND), 2**31 - 16) // 16 * 16
+
+    def find_partners(self, elements: int) -> tuple[Partners, Partners] | None:
+        """Return what a combination needs to exchange partial results, or None of a single rank.
+
+        All ranks call this together.
+
+        Args:
+            elements: Of a rank's partial results for all ranks, at most.
+
+        Returns:
+            The partners, and those of a launch that exchanges nothing, for a warm-up.
+
+        Raises:
+            RankError: The elements are not the same on all ranks, or a rank does not answer.
+        """
+        if not self._is_ready:
+            return None
+        words = -(-elements // self.world_size)
+        addresses = self._allocate(words, partial_results=elements)
+
+        def partners(addresses: Tensor, late: Tensor, tries: int) -> Partners:
+            calls, arrived = torch.zeros(2, 4, dtype=torch.int32, device=self.device)
+            words_of_half = self.world_size * words
+            return Partners(
+                addresses, calls, arrived, late, self.rank, tries, words_of_half
+            )
+
+        scratch = torch.zeros(
+            2 * self.world_size * words, dtype=torch.int64, device=self.device
+        )
+        self._memory.append(scratch)
+        own = torch.full_like(addresses, scratch.data_ptr())
+        late = torch.zeros_like(self._late)
+        return partners(addresses, self._late, self._tries), partners(own, late, 0)
+
+    def run_combination(
+        self, combine: Callable[[], Tensor], tensor: Tensor, waits: bool
+    ) -> Tensor:
+        """Launch a combination that exchanges partial results, and return its result.
+
+        Args:
+            combine: Launches it.
+            tensor: What this rank has for each rank.
+            waits: As in `all_gather`.
+        """
+        self._expect_usable()
+        self._note("combination")
+        found = combine()
+        self._end("combination", tensor, waits)
+        return found
 
     def _wait(self, before: str) -> None:
         """Raise an error if the device does not finish in time, or a rank was late."""
         super()._wait(before)
         if self._is_ready and self._late.any():
             late = ", ".join(map(str, self._late.nonzero().flatten().tolist()))
-            raise self._fail(f"no signal from rank {late} in {self.timeout:g} s", True)
+            raise self._fail(f"nothing from rank {late} in {self.timeout:g} s", True)
 
     def _run(
         self, name: str, collective: Callable[..., Any], out: Tensor, tensor: Tensor
@@ -102,7 +170,7 @@ class SymmetricRanks(RankGroup):
             self.rank,
             entry // 4,
             self._capacity,
-            min(int(self.timeout * TRIES_PER_SECOND), 2**31 - 1),
+            self._tries,
             RANKS=self.world_size,
             TO_ALL=to_all,
             ADDS=adds,

@@ -129,5 +129,5 @@ def _combine_padding(
     lses = torch.empty(heads, step.max_num_tokens, device=step.device)[:, :tokens]
     combine_received(
         received, step._splits.order, batch, None if lse else sinks, out,
-        lses if lse else None,
+        lses if lse else None, None if step._partners is None else step._partners[1],
     )  # fmt: skip

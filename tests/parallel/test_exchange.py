@@ -1,4 +1,4 @@
-"""The exchange kernel: ranks that store into each other's memory, as processes with shared memory.
+"""Ranks that store into each other's memory, as processes with shared memory.
 
 The interpreter runs the kernel of each rank in a process of its own. Their buffers are in shared
 memory that was mapped before the processes were forked, so an address means the same in all.
@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from pagetwin.optimized import SymmetricRanks
+from pagetwin.optimized.parallel.combine import ROW_PADDING, combine_received
+from pagetwin.optimized.parallel.kernels.combine_ranks import Partners
 from pagetwin.optimized.parallel.kernels.exchange import exchange_kernel
 from pagetwin.optimized.runtime.launcher import INTERPRETED
 from torch import Tensor
@@ -24,8 +28,9 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-def shared_zeros(*shape: int) -> Tensor:
-    zeros = torch.zeros(shape, dtype=torch.int32)
+def shared_zeros(words: int) -> Tensor:
+    """Return memory of a rank: two halves of so many words each."""
+    zeros = torch.zeros(2 * words, dtype=torch.int64)
     zeros.share_memory_()  # type: ignore[no-untyped-call]
     return zeros
 
@@ -86,10 +91,7 @@ def exchange_often(rank: int, ranks: int, buffers: list[Tensor], calls: int) -> 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_receive_what_the_others_have_stored(ranks: int, calls: int) -> None:
     """Also when the counter of the calls starts again."""
-    buffers = [
-        shared_zeros(ranks * (PROGRAMS + 2 * CAPACITY)).fill_(calls)
-        for _ in range(ranks)
-    ]
+    buffers = [shared_zeros(ranks * CAPACITY) for _ in range(ranks)]
     run_forked(
         ranks, partial(exchange_often, ranks=ranks, buffers=buffers, calls=calls)
     )
@@ -97,7 +99,7 @@ def test_ranks_receive_what_the_others_have_stored(ranks: int, calls: int) -> No
 
 @needs_interpreter
 def test_a_rank_that_does_not_store_is_late() -> None:
-    buffers = [shared_zeros(2 * (PROGRAMS + 2 * CAPACITY)) for _ in range(2)]
+    buffers = [shared_zeros(2 * CAPACITY) for _ in range(2)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     late = torch.zeros(2, dtype=torch.int32)
     sent = torch.arange(8, dtype=torch.int32)
@@ -107,6 +109,81 @@ def test_a_rank_that_does_not_store_is_late() -> None:
         TO_ALL=True, ADDS=False, BLOCK=16,
     )  # fmt: skip
     assert late.tolist() == [0, 1]
+
+
+HEADS, TOKENS, SPLITS, SIZE = 3, 2, 2, 8
+
+
+def rows_of(rank: int, ranks: int, number: int) -> Tensor:
+    """Return the partial results of a rank in one step, some of them empty."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    tokens = TOKENS - number % 2
+    shape = (ranks, HEADS, SPLITS, tokens, SIZE + ROW_PADDING)
+    rows = torch.randn(shape, generator=generator)
+    rows[..., SIZE] = rows[..., SIZE].where(rows[..., SIZE] < 1, -torch.inf)
+    return rows
+
+
+def combine(rows: Tensor, rank: int, partners: Partners | None) -> list[Tensor]:
+    """Return the combined rows and log-sum-exps of a rank."""
+    tokens = rows.shape[3]
+    batch: Any = SimpleNamespace(
+        splits=SPLITS, is_token=torch.ones(tokens, dtype=torch.bool)
+    )
+    out, lse = torch.zeros(tokens, HEADS, SIZE), torch.zeros(HEADS, tokens)
+    order = torch.arange(len(rows) * SPLITS).flip(0)
+    sinks = torch.arange(HEADS) + float(rank)
+    combine_received(rows, order, batch, sinks, out, lse, partners)
+    return [out, lse]
+
+
+def partners_of(
+    rank: int, buffers: list[Tensor], calls: int = 0, tries: int = 10**6
+) -> Partners:
+    """Return the partners of a rank whose memory is one of the buffers."""
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
+    counts, arrived = torch.tensor([[calls], [0]], dtype=torch.int32)
+    late = torch.zeros(len(buffers), dtype=torch.int32)
+    half = len(buffers[0]) // 2
+    return Partners(addresses, counts, arrived, late, rank, tries, half)
+
+
+def combine_often(rank: int, ranks: int, buffers: list[Tensor], calls: int) -> None:
+    """Combine partial results of several steps, of other numbers of tokens."""
+    partners, pick = partners_of(rank, buffers, calls), Random(rank)
+    for number in range(6):
+        time.sleep(pick.random() * 0.02)
+        every = [rows_of(other, ranks, number) for other in range(ranks)]
+        found = combine(every[rank], rank, partners)
+        received = torch.stack([rows[rank] for rows in every])
+        for result, right in zip(found, combine(received, rank, None), strict=True):
+            assert torch.equal(result, right), number
+    assert not partners.late.any() and not partners.arrived.any()
+
+
+@pytest.mark.sample(1)
+@needs_interpreter
+@pytest.mark.parametrize("calls", [0, 2**30 - 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_exchange_what_they_combine(ranks: int, calls: int) -> None:
+    """Bit for bit the result of rows that were exchanged before."""
+    words = rows_of(0, ranks, 0).numel()
+    buffers = [shared_zeros(words) for _ in range(ranks)]
+    run_forked(ranks, partial(combine_often, ranks=ranks, buffers=buffers, calls=calls))
+
+
+@needs_interpreter
+def test_a_rank_that_sends_no_partial_results_is_late() -> None:
+    rows = rows_of(1, 2, 0)
+    buffers = [shared_zeros(rows.numel()) for _ in range(2)]
+    partners = partners_of(1, buffers, tries=3)
+    combine(rows, 1, partners)
+    assert partners.late.tolist() == [1, 0]
+    assert int(partners.calls) == 1 and int(partners.arrived) == 0
+    # the second half is that of odd calls
+    sent = buffers[0][rows.numel() :].view(rows.shape)[1, ..., : SIZE + 1]
+    assert torch.equal(sent >> 32, torch.full_like(sent, 2))
+    assert torch.equal(sent.int().view(torch.float32), rows[0, ..., : SIZE + 1])
 
 
 def test_a_single_rank_needs_no_symmetric_memory() -> None:

@@ -486,6 +486,19 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                 s, torch.zeros(4, 16, 128, dtype=torch.bfloat16), None,
             ),
         )  # fmt: skip
+    of_ranks = import_module("pagetwin.optimized.parallel.kernels.combine_ranks")
+    for rank in (0, 1):
+        yield (
+            f"exchange and combine, 2 ranks, rank {rank}",
+            lambda r=rank: combine.combine_received(
+                torch.zeros(2, 16, 1, 4, 136), torch.arange(2),
+                SimpleNamespace(splits=1, is_token=torch.ones(4, dtype=torch.bool)),
+                None, torch.zeros(4, 16, 128, dtype=torch.bfloat16), None,
+                of_ranks.Partners(
+                    torch.zeros(2).long(), *torch.zeros(3, 4).int(), r, 1 << 24, 17408
+                ),
+            ),
+        )  # fmt: skip
     exchange = import_module("pagetwin.optimized.parallel.kernels.exchange")
     numbers = torch.zeros(4, dtype=torch.int64)
     for name, to_all, adds in (

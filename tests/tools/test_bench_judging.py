@@ -144,7 +144,7 @@ def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
     codes[place][0, 0] ^= 1
     found = check_write(inputs)
     assert found.message == f"value at slot {slot} is wrong"
-    # a code next to the nearest has an error, a slot of nobody has none
+    # a code next to the nearest has an error, a slot without a token has none
     assert 0 < found.error < 0.05
     nobodys = next(
         at for at in range(codes[..., 0, 0].numel()) if at not in inputs.slot_mapping

@@ -1,14 +1,13 @@
 """Exchange of tensors among the GPUs of one host, by stores into each other's memory.
 
-Every rank has a buffer that all ranks can address: signals, then two halves with one entry per
-rank. A program copies its part of the sent words into the buffer of each rank, sets a signal there,
-waits for the signals of all ranks, and copies what they stored to the output. Programs of the same
-index on all ranks meet, and no others.
+Every rank has memory that all ranks can address. A word is stored there together with the number of
+the call, as one element of 64 bits. So a rank that reads a word knows whether it has arrived, and
+neither a signal nor a fence is needed: that is NCCL's protocol for low latency.
 
-Calls alternate between the halves. A rank writes a half again two calls later. By then it has seen
-the signal of the call in between, which the receiver sets after it has read the half. The number of
-a call is kept on the device, so a captured launch may be replayed. It starts again after 2**30
-calls, so only differences are compared.
+The memory has two halves with one entry per rank, and calls alternate between them. A rank writes a
+half again two calls later. By then it has received the words of the call in between, which the
+receiver sends after it has read the half. The number of a call is kept on the device, so a captured
+launch may be replayed. It starts again after 2**30 calls.
 """
 
 import triton
@@ -18,9 +17,55 @@ LAST_CALL = tl.constexpr(2**30 - 1)
 
 
 @triton.jit
-def is_earlier(seen, call):
-    """Return whether a signal is that of an earlier call. Ranks differ by one call at most."""
-    return ((seen - call) & LAST_CALL) > LAST_CALL // 2
+def next_call(calls):
+    """Return the number of the next call, given a pointer to that of the last one."""
+    return (tl.load(calls) + 1) & LAST_CALL
+
+
+@triton.jit
+def find_memory(buffers, rank, call, half_words):
+    """Return the pointer to the half of a rank's memory that a call uses.
+
+    Args:
+        buffers: [ranks] int64 addresses of the ranks' memory.
+        half_words: words of a half.
+    """
+    memory = tl.load(buffers + rank).to(tl.pointer_type(tl.int64))
+    return memory + (call & 1).to(tl.int64) * half_words
+
+
+@triton.jit
+def send(place, words, call, is_word):
+    """Store words with the number of the call.
+
+    Args:
+        place, words, is_word: pointers into the memory of another rank, int32 words, and which of
+            them exist; of any one shape.
+    """
+    # memory that was never written is 0, which is the number of no call
+    tag = (call + 1).to(tl.int64) << 32
+    tagged = (words.to(tl.int64) & 0xFFFFFFFF) | tag
+    tl.store(place, tagged, mask=is_word, cache_modifier=".wt")
+
+
+@triton.jit
+def receive(place, call, is_word, late, tries):
+    """Return words that another rank sends, and how many tries are left.
+
+    Args:
+        place, is_word: pointers into this rank's memory, and which of the words exist.
+        late: pointer to a number, which is set to 1 if they do not arrive.
+        tries: how often the words are read, at most.
+    """
+    tagged = tl.load(place, mask=is_word, other=0, volatile=True)
+    missing = tl.max((is_word & ((tagged >> 32) != call + 1)).to(tl.int32))
+    while (missing > 0) & (tries > 0):
+        tagged = tl.load(place, mask=is_word, other=0, volatile=True)
+        missing = tl.max((is_word & ((tagged >> 32) != call + 1)).to(tl.int32))
+        tries -= 1
+    if missing > 0:
+        tl.store(late, 1)
+    return tagged.to(tl.int32), tries
 
 
 @triton.jit(do_not_specialize=["rank", "words", "capacity", "tries"])
@@ -41,51 +86,31 @@ def exchange_kernel(
 ):
     """Send words to each rank, and store what each has sent.
 
+    Programs of the same index on all ranks exchange, and no others.
+
     Args:
         sent: [words] int32 if TO_ALL, else [RANKS, words], entry r for rank r.
         received: [RANKS, words] int32. If ADDS, [words] float32, the sum in the order of the ranks.
-        buffers: [RANKS] int64 addresses of the ranks' buffers.
+        buffers: [RANKS] int64 addresses of the ranks' memory.
         calls: [programs] int32 calls so far.
-        late: [RANKS] int32, set to 1 for a rank whose signal does not arrive.
+        late: [RANKS] int32, set to 1 for a rank whose words do not arrive.
         words: elements of an entry, at most `capacity`.
-        tries: how often a signal is read before the rank counts as late.
+        tries: how often missing words are read before the rank counts as late.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    call = (tl.load(calls + program) + 1) & LAST_CALL
-    first_entry = programs * RANKS + (call & 1) * RANKS * capacity
+    call = next_call(calls + program)
     in_block = tl.arange(0, BLOCK)
-    own = tl.load(buffers + rank).to(tl.pointer_type(tl.int32))
-    # step: store this rank's words in the buffer of each other rank
+    # step: store this rank's words in the memory of each other rank
     for peer in tl.static_range(RANKS):
         if peer != rank:
-            buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
+            entry = find_memory(buffers, peer, call, RANKS * capacity) + rank * capacity
             source = sent if TO_ALL else sent + peer * words
-            entry = buffer + first_entry + rank * capacity
             for first in range(program * BLOCK, words, programs * BLOCK):
                 word = first + in_block
                 value = tl.load(source + word, mask=word < words)
-                tl.store(entry + word, value, mask=word < words)
-    # all threads have stored before one of them signals
-    tl.debug_barrier()
-    # step: signal each other rank
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            buffer = tl.load(buffers + peer).to(tl.pointer_type(tl.int32))
-            signal = buffer + program * RANKS + rank
-            tl.atomic_xchg(signal, call, sem="release", scope="sys")
-    # step: wait for the signal of each other rank
-    for peer in tl.static_range(RANKS):
-        if peer != rank:
-            signal = own + program * RANKS + peer
-            seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-            tried = 0
-            while is_earlier(seen, call) & (tried < tries):
-                seen = tl.atomic_add(signal, 0, sem="acquire", scope="sys")
-                tried += 1
-            if is_earlier(seen, call):
-                tl.store(late + peer, 1)
-    tl.debug_barrier()
-    # step: copy what has arrived
+                send(entry + word, value, call, word < words)
+    # step: copy what arrives
+    own = find_memory(buffers, rank, call, RANKS * capacity)
     for first in range(program * BLOCK, words, programs * BLOCK):
         word = first + in_block
         total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -94,9 +119,10 @@ def exchange_kernel(
                 source = sent if TO_ALL else sent + peer * words
                 value = tl.load(source + word, mask=word < words)
             else:
-                entry = own + first_entry + peer * capacity
-                # another GPU stored it: not loaded from this multiprocessor's L1 cache
-                value = tl.load(entry + word, mask=word < words, cache_modifier=".cg")
+                entry = own + peer * capacity
+                value, tries = receive(
+                    entry + word, call, word < words, late + peer, tries
+                )
             if ADDS:
                 total += value.to(tl.float32, bitcast=True)
             else:

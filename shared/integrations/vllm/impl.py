@@ -339,8 +339,9 @@ class PagetwinImpl(VllmAttentionImpl):
         other = getattr(layer, "impl", None)
         if other is self or type(other) is not type(self) or self.shared is not None:
             return False
-        names = ("bounds", "num_heads", "num_kv_heads", "head_size", "scale")
-        names += ("kv_cache_dtype",)
+        names = (
+            "bounds", "num_heads", "num_kv_heads", "head_size", "scale", "kv_cache_dtype"
+        )  # fmt: skip
         return not other.own.is_uncached and all(
             getattr(other, name) == getattr(self, name) for name in names
         )
