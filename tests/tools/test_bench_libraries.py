@@ -2,6 +2,7 @@
 
 import sys
 from enum import IntEnum
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from pagetwin.tools.bench.inputs import draw_inputs
 from pagetwin.tools.bench.libraries import all_libraries, choose_libraries
 from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
 from pagetwin.tools.bench.libraries.flash_mla import FlashMLA
-from pagetwin.tools.bench.libraries.library import Declined
+from pagetwin.tools.bench.libraries.library import Declined, describe_origin
 from pagetwin.tools.bench.workloads import Workload, load_workloads
 
 pytestmark = pytest.mark.skipif(
@@ -325,3 +326,14 @@ def test_flashinfer_is_told_where_blocks_begin_and_how_full_the_last_one_is() ->
         *inputs.block_table[1, :2],
         *inputs.block_table[2, :3],
     ]
+
+
+def test_operators_are_named_by_the_vllm_that_they_come_from(tmp_path: Path) -> None:
+    """A staged package has its version in a file, an installed one beside it."""
+    file = tmp_path / "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"
+    assert describe_origin(str(file)) == "operators of _vllm_fa3_C.abi3.so"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").write_text("__version__ = '0.33.0'\n")
+    assert describe_origin(str(file)) == "operators of vLLM 0.33.0"
+    (tmp_path / "vllm-0.34.1.dist-info").mkdir()
+    assert describe_origin(str(file)) == "operators of vLLM 0.34.1"

@@ -21,6 +21,7 @@ from .library import (
     Declined,
     Prepared,
     decline_features,
+    describe_origin,
     has_module,
     library_error,
 )
@@ -70,9 +71,7 @@ class FlashAttention3(AttentionLibrary):
 
     def version(self) -> str | None:
         """Return the origin, because neither source has a version."""
-        if self.path is None:
-            return None
-        return f"operators of {Path(self.path).name}"
+        return None if self.path is None else describe_origin(self.path)
 
     def missing(self) -> str:
         if self.device == "cpu":

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from ..inputs import Inputs
-from .library import AttentionLibrary, Declined, Prepared, has_module, library_error
+from .library import (
+    AttentionLibrary,
+    Declined,
+    Prepared,
+    describe_origin,
+    has_module,
+    library_error,
+)
 
 VARIABLE = "PAGETWIN_FLASHMLA"
 BLOCK_SIZE = 64
@@ -38,7 +45,7 @@ class FlashMLA(AttentionLibrary):
 
     def version(self) -> str | None:
         """Return the origin, because the operators have no version."""
-        return None if self.path is None else f"operators of {Path(self.path).name}"
+        return None if self.path is None else describe_origin(self.path)
 
     def missing(self) -> str:
         if self.device == "cpu":

@@ -9,10 +9,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -104,6 +106,25 @@ def decline_features(workload: Workload, supported: Collection[str] = ()) -> Non
     """
     if lacking := sorted(workload.features.difference(supported)):
         raise Declined(f"it does not support {' or '.join(lacking)} here")
+
+
+def describe_origin(path: str) -> str:
+    """Return where a file of operators comes from: the version of the vLLM around it, or its name.
+
+    Example:
+        /site-packages/vllm/_flashmla_C.abi3.so beside vllm-0.33.0.dist-info: "operators of vLLM
+        0.33.0".
+    """
+    file = Path(path)
+    package = next((folder for folder in file.parents if folder.name == "vllm"), None)
+    if package is not None:
+        for info in package.parent.glob("vllm-*.dist-info"):
+            return f"operators of vLLM {info.name.removesuffix('.dist-info')[5:]}"
+        start = package / "__init__.py"
+        text = start.read_text(encoding="utf-8") if start.is_file() else ""
+        if named := re.search(r"__version__ = ['\"]([^'\"]+)", text):
+            return f"operators of vLLM {named[1]}"
+    return f"operators of {file.name}"
 
 
 def library_error(name: str, error: Exception) -> str:
