@@ -13,7 +13,10 @@ from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors, build
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.optimized.dispatch.dispatch import PIPELINE
 from pagetwin.optimized.kernels.portable.host import latent, latent_tiles
-from pagetwin.optimized.kernels.portable.host.latent import LatentGrid, LatentPlan
+from pagetwin.optimized.kernels.portable.host.latent import (
+    LatentGrid,
+    PortableLatentPlan,
+)
 from pagetwin.optimized.kernels.sm90.latent import family as sm90
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from support.planted_keys import plant
@@ -55,13 +58,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LatentGrid]]:
     """Yield the launches of latent attention that are made."""
     found: list[LatentGrid] = []
-    choose = LatentPlan.choose
+    choose = PortableLatentPlan.choose
 
     def note(*arguments: Any) -> LatentGrid:
         found.append(choose(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(LatentPlan, "choose", note)
+    monkeypatch.setattr(PortableLatentPlan, "choose", note)
     monkeypatch.setattr(sm90, "is_hopper", lambda device: False)
     PIPELINE.plans.clear()  # a call that was repeated would not be planned
     yield found
@@ -130,7 +133,7 @@ def test_no_key_is_lost_at_the_edge_of_a_tile_or_a_segment(
 
 
 @pytest.mark.parametrize("rank", [16, 24, 47])
-def test_ranks_that_are_no_power_of_two_are_right(
+def test_ranks_other_than_powers_of_two_are_right(
     rank: int, grids: list[LatentGrid], device: torch.device
 ) -> None:
     """The columns past the rank are a part of their own, which is not a value."""
@@ -241,22 +244,6 @@ def test_programs_fill_the_chip_and_read_latents_side_by_side(
             batch.query_start_loc, batch.seq_lens, 1, 16, 1.0, out, None, options,
         )  # fmt: skip
         bounds = latent.BatchBounds(reqs, reqs * query_len, query_len, keys)
-        grid = LatentPlan(call).choose(bounds)
+        grid = PortableLatentPlan(call).choose(bounds)
         assert (grid.columns, grid.segments) == expected
         assert grid.splits < max(grid.segments, 2)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="runs compiled kernels")
-@pytest.mark.parametrize("heads", [8, 16, 64, 128])
-def test_many_launches_in_a_row_give_the_same_bits(
-    heads: int, grids: list[LatentGrid], device: torch.device
-) -> None:
-    """Compiled, with 512 + 64 columns, in bfloat16: noted tiles are those of each launch."""
-    plan = BatchPlan((1, 2, 1), (5000, 300, 1), group=heads, dtype=torch.bfloat16)
-    batch = build(replace(plan, kv_heads=1, head_size=576, needle="first"), device)
-    call = batch.arguments() | {"value_cache": batch.key_cache[..., :512]}
-    expected = TWINS["optimized"].raw.paged_attention(**call)
-    for _ in range(20):
-        assert torch.equal(TWINS["optimized"].raw.paged_attention(**call), expected)
-    assert grids

@@ -41,7 +41,7 @@ class LatentTensors(NamedTuple):
         q, k, v, block_table, query_start_loc, seq_lens, out, lse: as in `Tensors`. v is not read.
         partial_out, partial_lse: as in `Tensors`, [segments, 2, columns, rows].
         splits: [columns, FIELDS, MAX_SEGMENTS] int32: the query tile that begins in a segment and
-            ends in a later one. The fields are that segment, or -1 if there is no such tile; the
+            ends in a later one. The fields are that segment, or -1 without one; the
             first token of the request; how many tokens it has; and the tile's first row.
     """
 

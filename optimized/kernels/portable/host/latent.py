@@ -75,7 +75,7 @@ class LatentGrid(NamedTuple):
     splits: int
 
 
-class LatentPlan(PortablePlan):
+class PortableLatentPlan(PortablePlan):
     """Launches of latent attention for calls with one signature."""
 
     takes_all_bounds: ClassVar[bool] = True
@@ -230,4 +230,4 @@ def is_latent(call: AttentionCall) -> bool:
     return form.name in FORMATS and rank <= MAX_RANK and rank < query.shape[-1]
 
 
-FAMILY = KernelFamily("portable latent", Role.EVERY, is_latent, LatentPlan)
+FAMILY = KernelFamily("portable latent", Role.EVERY, is_latent, PortableLatentPlan)
