@@ -35,7 +35,7 @@ FP8 = LatentTiles(Tiles(16, 32, 8, 3), 1)
 BIT_FP8 = LatentTiles(Tiles(16, 16, 4, 3), 2)
 """FP8 latents on a chip that does not decode them by an instruction."""
 FLOAT32 = LatentTiles(Tiles(16, 16, 8, 1), 1)
-IN_THE_INTERPRETER = LatentTiles(Tiles(16, 32, 4, 1), 2)
+IN_THE_INTERPRETER = LatentTiles(Tiles(16, 32, 4, 1), 1)
 
 MAX_RANK = 512
 """Elements of a latent, at most: those for which tiles were compiled."""
@@ -43,7 +43,7 @@ MAX_COLUMNS = 8
 """Query tiles of a request that are computed side by side, at most."""
 MIN_KEYS = 32 if INTERPRETED else 128
 """Keys of a segment, at least."""
-FEW_ROWS = 64 if INTERPRETED else 1024
+FEW_ROWS = 0 if INTERPRETED else 1024
 """Rows of split query tiles, at most, of which a program of the second launch combines ONE_ROW."""
 ONE_ROW, SEVERAL_ROWS = Combination(1, 128, 16), Combination(8, 128, 2)
 COMBINE_TILES = Tiles(0, 0, 1, 1)
