@@ -220,6 +220,35 @@ def test_values_that_are_not_the_first_columns_go_elsewhere(
     assert not grids
 
 
+@pytest.mark.parametrize(
+    ("width", "rank", "is_taken"),
+    [
+        (576, 512, True),
+        (288, 256, True),
+        (17, 16, True),
+        (640, 512, False),
+        (576, 64, True),
+        (584, 520, False),
+        (64, 64, False),
+    ],
+)
+def test_widths_without_a_compiled_tile_go_elsewhere(
+    width: int, rank: int, is_taken: bool
+) -> None:
+    """Latents of 512 with 128 rope columns would take more shared memory than a chip has."""
+    batch = build(BatchPlan((1,), (16,), kv_heads=1, head_size=width))
+    assert latent.is_latent(make_call(batch, rank)) is is_taken
+
+
+def make_call(batch: BatchTensors, rank: int) -> AttentionCall:
+    """Return the call of a batch whose values are the first `rank` columns of its keys."""
+    return AttentionCall(
+        batch.query, batch.key_cache, batch.key_cache[..., :rank], batch.block_table,
+        batch.query_start_loc, batch.seq_lens, 1, 16, 1.0,
+        batch.query[..., :rank].clone(), None, pack_options(causal=True)["options"],
+    )  # fmt: skip
+
+
 def test_programs_fill_the_chip_and_read_latents_side_by_side(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -237,12 +266,7 @@ def test_programs_fill_the_chip_and_read_latents_side_by_side(
         (128, 1, 16, 65536, (8, 16)),
     ):
         batch = make_batch(BatchPlan((1,), (16,), group=heads), torch.device("cpu"))
-        out = batch.query[..., :RANK].clone()
-        options = pack_options(causal=True)["options"]
-        call = AttentionCall(
-            batch.query, batch.key_cache, batch.value_cache, batch.block_table,
-            batch.query_start_loc, batch.seq_lens, 1, 16, 1.0, out, None, options,
-        )  # fmt: skip
+        call = make_call(batch, RANK)
         bounds = latent.BatchBounds(reqs, reqs * query_len, query_len, keys)
         grid = PortableLatentPlan(call).choose(bounds)
         assert (grid.columns, grid.segments) == expected

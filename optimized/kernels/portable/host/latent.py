@@ -39,13 +39,14 @@ from ..latent import (
 from .latent_tiles import (
     COMBINE_TILES,
     MAX_COLUMNS,
-    MAX_RANK,
+    MAX_WIDTH,
     MIN_KEYS,
     choose_combination,
     choose_latent_tiles,
 )
 from .launches import reqs_per_pass
 from .make_launcher import lower_call, make_launcher
+from .make_launches import LEAST_COLUMNS
 from .plan import Partials, PortablePlan
 from .plans import MAX_CHOSEN, req_counts
 from .tuning import Tiles
@@ -88,7 +89,7 @@ class PortableLatentPlan(PortablePlan):
             HEAD_DIM=rank,
             BLOCK_D=launches.config.BLOCK_DV,
             ROPE_DIM=width - rank,
-            BLOCK_ROPE=max(16, next_power_of_2(width - rank)),
+            BLOCK_ROPE=pad(width - rank),
             PIN_FP8_V=True,
             CLEAR_PADDING=True,
             MASK_ALL_TILES=True,
@@ -225,9 +226,15 @@ def is_latent(call: AttentionCall) -> bool:
         return False
     if key.stride() != value.stride() or key.dtype != value.dtype:
         return False
-    rank = value.shape[-1]
-    form = find_format(key.dtype, call.options.k_scale)
-    return form.name in FORMATS and rank <= MAX_RANK and rank < query.shape[-1]
+    rank, width = value.shape[-1], query.shape[-1]
+    if not 0 < rank < width or pad(rank) + pad(width - rank) > MAX_WIDTH:
+        return False
+    return find_format(key.dtype, call.options.k_scale).name in FORMATS
+
+
+def pad(columns: int) -> int:
+    """Return the columns of a tile that has so many."""
+    return max(LEAST_COLUMNS, next_power_of_2(columns))
 
 
 FAMILY = KernelFamily("portable latent", Role.EVERY, is_latent, PortableLatentPlan)

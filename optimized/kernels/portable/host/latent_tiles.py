@@ -37,8 +37,9 @@ BIT_FP8 = LatentTiles(Tiles(16, 16, 4, 3), 2)
 FLOAT32 = LatentTiles(Tiles(16, 16, 8, 1), 1)
 IN_THE_INTERPRETER = LatentTiles(Tiles(16, 32, 4, 1), 1)
 
-MAX_RANK = 512
-"""Elements of a latent, at most: those for which tiles were compiled."""
+MAX_WIDTH = 512 + 64
+"""Elements of a latent and of a rope key, each rounded up to a power of two, at most: those for
+which tiles were compiled."""
 MAX_COLUMNS = 8
 """Query tiles of a request that are computed side by side, at most."""
 MIN_KEYS = 32 if INTERPRETED else 128
