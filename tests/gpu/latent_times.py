@@ -2,6 +2,7 @@
 
     python tests/gpu/latent_times.py RESULTS
     python tests/gpu/latent_times.py RESULTS --only tiles --cases 1x64x8192 256x8x1024
+    python tests/gpu/latent_times.py RESULTS --fp8
 
 The Hopper kernel is not used, so a Hopper chip runs what other chips run. Each batch is timed with
 the chosen constants, with every candidate of CANDIDATES in their place, with the portable kernels
@@ -26,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from pagetwin.contract.attention_options import pack_options
 from pagetwin.optimized import paged_attention
 from pagetwin.optimized.dispatch import families
 from pagetwin.optimized.dispatch.dispatch import PIPELINE
@@ -72,13 +74,21 @@ class Batch:
 
     Args:
         reqs, heads, keys, new: requests, query heads, keys of a request, its new tokens.
+        is_fp8: whether the latents are float8_e4m3fn numbers. vLLM's kernels are not timed then.
     """
 
-    def __init__(self, reqs: int, heads: int, keys: int, new: int) -> None:
+    def __init__(
+        self, reqs: int, heads: int, keys: int, new: int, is_fp8: bool
+    ) -> None:
         bf16: Any = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.bounds = (new, keys)
+        self.bounds, self.is_fp8 = (new, keys), is_fp8
         blocks = reqs * (keys // BLOCK_SIZE)
         self.cache = torch.randn(blocks, BLOCK_SIZE, 1, RANK + ROPE, **bf16)
+        scale = torch.ones(1, device="cuda")
+        self.options = pack_options()
+        if is_fp8:
+            self.cache = self.cache.to(torch.float8_e4m3fn)
+            self.options = pack_options(k_scale=scale, v_scale=scale)
         self.table = torch.randperm(blocks, device="cuda").int().view(reqs, -1)
         self.query = torch.randn(reqs * new, heads, RANK + ROPE, **bf16)
         self.starts = torch.arange(reqs + 1, device="cuda").int() * new
@@ -90,7 +100,7 @@ class Batch:
         """Attend with whatever kernels are chosen."""
         return paged_attention(
             self.query, self.cache, self.cache[..., :RANK], self.table, self.starts,
-            self.lens, *self.bounds, scale=self.scale, out=self.out,
+            self.lens, *self.bounds, scale=self.scale, out=self.out, **self.options,
         )  # fmt: skip
 
     def attend_with_vllm(
@@ -158,7 +168,7 @@ def ways(
         from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
     except ImportError:
         return
-    if batch.bounds[0] == 1:
+    if batch.bounds[0] == 1 and not batch.is_fp8:
         for splits in SPLITS:
             call = batch.attend_with_vllm(decode_attention_fwd, splits)
             yield f"vllm {splits}", chosen(), call
@@ -172,15 +182,17 @@ def main() -> None:
         "--only", nargs="*", choices=CANDIDATES, default=list(CANDIDATES)
     )
     parser.add_argument("--cases", nargs="*", help="REQUESTSxHEADSxKEYS")
+    parser.add_argument("--fp8", action="store_true", help="FP8 latents")
     asked = parser.parse_args()
     with asked.results.open("a") as file, without("sm90 latent"):
         for case in CASES:
             if asked.cases and "x".join(map(str, case[:3])) not in asked.cases:
                 continue
-            batch = Batch(*case)
+            batch = Batch(*case, asked.fp8)
             line: dict[str, Any] = dict(
                 zip(("requests", "heads", "keys", "new"), case, strict=True)
             )
+            line["fp8"] = asked.fp8
             line["device"] = torch.cuda.get_device_name()
             found = time_ways(batch, asked.only)
             for way, result in found.items():

@@ -73,7 +73,11 @@ class Combination(NamedTuple):
 
 @triton.jit
 def clear_splits(splits, column, index, num_segments):
-    """Note that no query tile is split: in one segment, and by its first program past the last."""
+    """Note that no query tile is split, in an entry of `splits` and in those past the last segment.
+
+    Args:
+        index: the entry's segment. The program of segment 0 clears those past the last one.
+    """
     last = splits + column * FIELDS * MAX_SEGMENTS
     tl.store(last + index, -1)
     if index == 0:

@@ -147,7 +147,7 @@ class PortableLatentPlan(PortablePlan):
         most = num_reqs * turns * -(-max_key_len // (min_tiles * tiles.block_n))
         resident = self._processors * programs // columns
         segments = max(1, min(most, resident, MAX_SEGMENTS.value))
-        # a segment's first and last tile may be split, so each split needs the end of a segment
+        # a split query tile crosses the end of a segment, and one of a column crosses each end
         splits = min(segments - 1, num_reqs * turns)
         partial_rows = min(rows, tiles.block_m)
         combiner, groups = None, 0
@@ -206,9 +206,9 @@ class PortableLatentPlan(PortablePlan):
     def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
         """Yield batches with every kernel: by requests, and by rows of a request."""
         counts = req_counts(limits.num_reqs, self.launches.full_reqs)
-        lens = sorted({1, *range(2, min(limits.max_query_len, WARM_TOKENS) + 1)})
+        longest = max(1, min(limits.max_query_len, WARM_TOKENS))
         for num_reqs in reversed(counts):
-            for query_len in lens:
+            for query_len in range(1, longest + 1):
                 bounds = BatchBounds(
                     num_reqs, num_reqs * query_len, query_len, limits.max_key_len
                 )
