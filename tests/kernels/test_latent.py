@@ -250,7 +250,7 @@ def make_call(batch: BatchTensors, rank: int) -> AttentionCall:
 
 
 def test_programs_fill_the_chip_and_read_latents_side_by_side(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Columns times segments are the programs that run at once, unless there is less work."""
     monkeypatch.setattr(latent, "count_processors", lambda device: 132)
@@ -265,7 +265,7 @@ def test_programs_fill_the_chip_and_read_latents_side_by_side(
         (16, 256, 1, 1024, (1, 132)),
         (128, 1, 16, 65536, (8, 16)),
     ):
-        batch = make_batch(BatchPlan((1,), (16,), group=heads), torch.device("cpu"))
+        batch = make_batch(BatchPlan((1,), (16,), group=heads), device)
         call = make_call(batch, RANK)
         bounds = latent.BatchBounds(reqs, reqs * query_len, query_len, keys)
         grid = PortableLatentPlan(call).choose(bounds)

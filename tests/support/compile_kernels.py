@@ -264,13 +264,12 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                     q, 4096, 128, torch.bfloat16, r, **o
                 ),
             )
-        latent = {"heads": (16, 1), "value_size": 512}
-        # one kv head: so many requests that few decodes are none of them
-        latent_reqs = 180 if kind == "decode" else 4
+    # latents of batch-invariant rows, and values that are not columns of the keys
+    for is_invariant in (True, False):
         yield (
-            f"{kind}, latent 576 of 512",
-            lambda q=query_len, r=latent_reqs, o=latent: run_attention(
-                q, 4096, 576, torch.bfloat16, r, **o
+            f"prefill, latent 576 of 512{', batch invariant' * is_invariant}",
+            lambda b=is_invariant: run_attention(
+                99, 4096, 576, torch.bfloat16, 4, (16, 1), 512, batch_invariant=b
             ),
         )
     # the most query heads per kv head that have a decode tile on every chip
