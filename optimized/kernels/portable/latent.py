@@ -118,7 +118,7 @@ def store_split_tile(
 @triton.jit
 def attend_in_column(
     call, segment, index, tile_index, kv, seq_len, req, start, query_len,
-    first_tile, num_tiles, turns, config: tl.constexpr,
+    first_tile, num_tiles, column_tiles, config: tl.constexpr,
 ):  # fmt: skip
     """Attend with those query tiles of one request that are in a segment and in this column.
 
@@ -128,18 +128,18 @@ def attend_in_column(
         kv, seq_len: its KVSource, and its keys.
         start, query_len: its first token in the batch, and how many it has.
         first_tile, num_tiles: first KV tile in the sequence, and KV tiles per query tile.
-        turns: query tiles of the request in the fullest column.
+        column_tiles: query tiles of the request in the fullest column.
     """
     column, columns = tl.program_id(0), tl.num_programs(0)
     first = tl.maximum(segment.begin - tile_index, 0) // num_tiles
-    end = tl.minimum(tl.cdiv(segment.end - tile_index, num_tiles), turns)
-    for turn in range(first, end):
-        first_row = (turn * columns + column) * config.BLOCK_M
+    end = tl.minimum(tl.cdiv(segment.end - tile_index, num_tiles), column_tiles)
+    for in_column in range(first, end):
+        first_row = (in_column * columns + column) * config.BLOCK_M
         if first_row < query_len * config.GROUP_SIZE:
             tile = make_query_tile(
                 call, kv, seq_len, req, start, query_len, first_row, kv.kv_head, config
             )
-            own_index = tile_index + turn * num_tiles
+            own_index = tile_index + in_column * num_tiles
             key_begin, key_end, is_whole = keys_in_segment(
                 segment, own_index, first_tile, num_tiles, tile.visible, config
             )
@@ -208,12 +208,12 @@ def latent_kernel(
         if query_len > 0:
             kv, seq_len = locate_kv(call, req, kv_head, config)
             first_tile, num_tiles = count_tiles(batch, req, True, config, ALL_KEYS)
-            turns = count_query_tiles(batch, req, True, config)
+            column_tiles = count_query_tiles(batch, req, True, config)
             attend_in_column(
                 call, segment, index, tile_index, kv, seq_len, req, start, query_len,
-                first_tile, num_tiles, turns, config,
+                first_tile, num_tiles, column_tiles, config,
             )  # fmt: skip
-            tile_index += num_tiles * turns
+            tile_index += num_tiles * column_tiles
 
 
 @triton.jit

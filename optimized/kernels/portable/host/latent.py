@@ -142,13 +142,13 @@ class PortableLatentPlan(PortablePlan):
         # a long request beside short ones does not get programs that these leave idle
         mean_tiles = -(-tokens * heads // (num_reqs * tiles.block_m))
         columns = max(1, min(query_tiles, mean_tiles, MAX_COLUMNS))
-        turns = -(-query_tiles // columns)
+        column_tiles = -(-query_tiles // columns)
         min_tiles = max(1, MIN_KEYS // tiles.block_n)
-        most = num_reqs * turns * -(-max_key_len // (min_tiles * tiles.block_n))
+        most = num_reqs * column_tiles * -(-max_key_len // (min_tiles * tiles.block_n))
         resident = self._processors * programs // columns
         segments = max(1, min(most, resident, MAX_SEGMENTS.value))
         # a split query tile crosses the end of a segment, and one of a column crosses each end
-        splits = min(segments - 1, num_reqs * turns)
+        splits = min(segments - 1, num_reqs * column_tiles)
         partial_rows = min(rows, tiles.block_m)
         combiner, groups = None, 0
         if splits:
