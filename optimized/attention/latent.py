@@ -2,8 +2,8 @@
 
 Projections are matrix products that torch writes to where they are needed. Decode attends to the
 latents through `paged_attention` with one kv head, whose values are a view of its keys. So nothing
-is copied, and a CUDA graph can capture it. A kernel family may recognize this view, and read a
-latent once, as key and value. Prefill expands the latents of the context in chunks. A kernel
+is copied, and a CUDA graph can capture it. The kernel families of latents recognize this view, and
+read a latent once, as key and value. Prefill expands the latents of the context in chunks. A kernel
 gathers each chunk and finds the request of each token by bisection. The first token of each request
 in a chunk is computed on the device, so the host reads nothing. The results of the chunks are
 merged in float32.

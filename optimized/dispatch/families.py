@@ -5,6 +5,7 @@ To add kernels for a chip, write a `KernelFamily` (runtime/family.py) in a folde
 """
 
 from ..kernels.portable.host.family import FAMILIES as PORTABLE_FAMILIES
+from ..kernels.portable.host.latent import FAMILY as PORTABLE_LATENT
 from ..kernels.sm90.append.family import FAMILY as SM90_APPEND
 from ..kernels.sm90.cascade.family import FAMILY as SM90_PREFIX
 from ..kernels.sm90.code_decode.family import FAMILY as SM90_CODE_DECODE
@@ -22,6 +23,7 @@ FAMILIES: tuple[KernelFamily, ...] = (
     SM90_PREFILL,
     SM90_CODE_PREFILL,
     SM90_PREFIX,
+    PORTABLE_LATENT,
     *PORTABLE_FAMILIES,
 )
 """Within a role the first family that takes a call computes it. The portable families, which take

@@ -92,6 +92,15 @@ CASCADES = (
     Batch([1] * 5, [300, 177, 700, 129, 145], shared_prefix=128),
     Batch([7, 30, 1], [300, 94, 65], shared_prefix=64, dtype=torch.float16),
 )
+LATENTS = tuple(
+    Batch(*lens, head_size=576, heads=heads, kv_heads=1, is_latent=True)
+    for heads, lens in (
+        (16, ([1] * 5, [300, 17, 1, 64, 2000])),
+        (128, ([2, 1], [700, 65])),
+        # row tiles of requests of several lengths
+        (16, ([1, 30, 1, 9], [300, 90, 1700, 700])),
+    )
+)
 GROUPS = {
     "portable": Group(
         tuple(
@@ -261,19 +270,19 @@ GROUPS = {
         ),
     ),
     "latent": Group(
-        tuple(
-            Batch(*lens, head_size=576, heads=heads, kv_heads=1, is_latent=True)
-            for heads, lens in (
-                (16, ([1] * 5, [300, 17, 1, 64, 2000])),
-                (128, ([2, 1], [700, 65])),
-                # row tiles of requests of several lengths
-                (16, ([1, 30, 1, 9], [300, 90, 1700, 700])),
-            )
-        ),
+        LATENTS,
         (
             "sm90.latent.kernel.latent_decode_kernel",
             "sm90.latent.combine.latent_combine_kernel",
         ),
+    ),
+    "portable-latent": Group(
+        (*LATENTS, LATENTS[0]._replace(**FP8)),
+        (
+            "portable.latent.latent_kernel",
+            "portable.latent.latent_combine_kernel",
+        ),
+        is_hopper=False,
     ),
 }
 """The groups by name."""

@@ -19,8 +19,8 @@ KERNELS = (
     "triton_reshape_and_cache_flash.py",
     "triton_merge_attn_states.py",
 )
-LATER = ("int4_per_token_head.py",)
-"""Kernels that earlier versions do not have."""
+LATER = ("int4_per_token_head.py", "triton_decode_attention.py")
+"""Kernels that some versions do not have."""
 STAND_INS = {
     "vllm/__init__.py": "__version__ = {version!r}\n",
     "vllm/envs.py": "VLLM_BATCH_INVARIANT = False\n",

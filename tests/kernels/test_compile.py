@@ -61,6 +61,10 @@ def test_every_kernel_compiles_for(
             assert line["reloads"] == 0 and line["stack"] <= 16, line
             # 16 bytes at a time: an element at a time would be a copy for each of a tile's rows
             assert 0 < line["copies"] <= 64, line
+        elif line["case"].startswith("latents, bf16") and "reloads" in line:
+            # 64 rows take what a thread has, and nothing in the loop waits on the stack
+            assert line["reloads"] == 0, line
+            assert 0 < line["copies"] <= 64, line
         elif chip >= 90 > line["registers"]:
             # ptxas sets bytes aside with registers to spare, which no instruction may use
             assert line["spills"] == 0, line

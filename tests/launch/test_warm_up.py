@@ -19,9 +19,10 @@ CASES = (
 )  # fmt: skip
 
 
-def test_calls_within_a_spec_need_no_other_kernel() -> None:
+@pytest.mark.parametrize("chip", ["80", "90"])
+def test_calls_within_a_spec_need_no_other_kernel(chip: str) -> None:
     """Launches are recorded; a kernel is compiled once per set of types and constants."""
-    (found,) = json_lines(SCRIPT, "90")
+    (found,) = json_lines(SCRIPT, chip)
     assert found["warmed"] > 50 and found["calls"] == 500
     assert found["missing"] == []
 

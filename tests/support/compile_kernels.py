@@ -40,6 +40,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from support.compile_latent_records import record_cases
+from support.compile_latents import latent_cases
 
 NAMES = {
     torch.float16: "fp16",
@@ -78,7 +79,10 @@ ONLY_FOR_ONE_CHIP = (
     "fp16 64",
     "bf16 256",
     "base 2",
+    "fp32, 16 heads",
 )
+# the cases whose loops over keys are looked at
+WALKED = "(decode|few decodes|append|cascade|latents), bf16"
 # chips for which each kernel is compiled once, for the first case that launches it
 ONCE = (100, 120)
 # requests over 4,096 keys of 8 kv heads: on every chip the second are few decodes, the first are
@@ -260,13 +264,12 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
                     q, 4096, 128, torch.bfloat16, r, **o
                 ),
             )
-        latent = {"heads": (16, 1), "value_size": 512}
-        # one kv head: so many requests that few decodes are none of them
-        latent_reqs = 180 if kind == "decode" else 4
+    # latents of batch-invariant rows, and values that are not columns of the keys
+    for is_invariant in (True, False):
         yield (
-            f"{kind}, latent 576 of 512",
-            lambda q=query_len, r=latent_reqs, o=latent: run_attention(
-                q, 4096, 576, torch.bfloat16, r, **o
+            f"prefill, latent 576 of 512{', batch invariant' * is_invariant}",
+            lambda b=is_invariant: run_attention(
+                99, 4096, 576, torch.bfloat16, 4, (16, 1), 512, batch_invariant=b
             ),
         )
     # the most query heads per kv head that have a decode tile on every chip
@@ -364,6 +367,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             ),
         )
     yield from record_cases(twin)
+    yield from latent_cases(twin)
     yield (
         "prefill, latent, 16 heads",
         lambda: twin.latent_prefill_attention(
@@ -690,7 +694,8 @@ def main(chips: list[int]) -> None:
                 compiled.add(kernel.__name__)
                 used = compile_launch(kernel, values, options, chip)
                 cubin = used.pop("cubin")
-                if re.match("(decode|few decodes|append|cascade), bf16", case):
+                is_combination = kernel.__name__ == "latent_combine_kernel"
+                if re.match(WALKED, case) and not is_combination:
                     used |= walk_over_keys(cubin)
                 line = {"chip": chip, "case": case, "kernel": kernel.__name__} | used
                 print(json.dumps(line), flush=True)

@@ -9,6 +9,7 @@ TREE: tuple[tuple[int, str, str], ...] = (
     (2, "portable prefix", "a"),
     (1, "without one", "off"),
     (2, "latent decodes: sm90 latent", "b"),
+    (2, "other latents: portable latent", "a"),
     (2, "batch_invariant: sm90 invariant", "b"),
     (2, "all requests short", "off"),
     (3, "sm90 code decode", "b"),

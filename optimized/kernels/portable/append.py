@@ -196,7 +196,7 @@ def attend_with_requests(
     tensors, masks = call.tensors, call.masks
     batch = Batch(
         tensors.query_start_loc, tensors.seq_lens, masks.causal, num_reqs, ALL_ROWS,
-        prefix,
+        prefix, 1,
     )  # fmt: skip
     ALL_KEYS: tl.constexpr = masks.tree is not None or masks.query_ranges is not None
     segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)

@@ -114,8 +114,10 @@ class Config(NamedTuple):
 
     Args:
         GROUP_SIZE: query heads per kv head.
-        HEAD_DIM, V_HEAD_DIM: elements of a query or key head, and of a value head.
-        BLOCK_D, BLOCK_DV: those, rounded up to powers of two of at least 16.
+        HEAD_DIM, V_HEAD_DIM: elements of a query or key head, and of a value head. With ROPE_DIM,
+            HEAD_DIM counts only the elements of a key that are its value too.
+        ROPE_DIM: elements of a key after those; 0 if keys and values are stored apart.
+        BLOCK_D, BLOCK_DV, BLOCK_ROPE: those, rounded up to powers of two of at least 16.
         BLOCK_SIZE: slots per block of the cache; 0 without a block table.
         masks, scores: MaskConstants and ScoreConstants, see options/.
         CACHE_FORMAT, OUT_FORMAT: names of the formats of the cache and of the output, see
@@ -139,6 +141,8 @@ class Config(NamedTuple):
     BLOCK_D: int
     V_HEAD_DIM: int
     BLOCK_DV: int
+    ROPE_DIM: int
+    BLOCK_ROPE: int
     BLOCK_SIZE: int
     masks: Any
     scores: Any

@@ -31,6 +31,7 @@ class QueryTile(NamedTuple):
         rows: QueryRows.
         q: [BLOCK_M, BLOCK_D].
         q_low: what is added to q, of the same shape; () if it has one part.
+        q_rope: [BLOCK_M, BLOCK_ROPE], the elements after those of q; () without ROPE_DIM.
         qk_scale: scale of the dot products: a number, or [BLOCK_M, 1].
         visible: VisibleKeys.
         terms: ScoreTerms.
@@ -40,6 +41,7 @@ class QueryTile(NamedTuple):
     rows: Any
     q: Any
     q_low: Any
+    q_rope: Any
     qk_scale: Any
     visible: Any
     terms: Any
@@ -74,10 +76,10 @@ def make_query_tile(
         As in `load_query_tile`, and kv: KVSource of the keys.
     """
     rows = find_rows(start, query_len, first_row, kv_head, config)
-    q, q_low, qk_scale = load_q(call, rows, kv_head, config)
+    q, q_low, q_rope, qk_scale = load_q(call, rows, kv_head, config)
     visible = find_visible_keys(call, req, rows, seq_len, config)
     terms = load_score_terms(call, rows)
-    return QueryTile(rows, q, q_low, qk_scale, visible, terms, kv)
+    return QueryTile(rows, q, q_low, q_rope, qk_scale, visible, terms, kv)
 
 
 @triton.jit
@@ -150,12 +152,16 @@ def loop_over_kv_tiles(
         keys = locate_keys(
             call, visible, start_n, config.BLOCK_N, MASKED, HAS_LOWER_BOUND
         )
-        # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_DV]
-        k, v, scales = load_kv_tile(call, tile.kv, keys, tile.q.dtype, config, MASKED)
+        # [BLOCK_N, BLOCK_D], [BLOCK_N, BLOCK_ROPE], [BLOCK_N, BLOCK_DV]
+        k, k_rope, v, scales = load_kv_tile(
+            call, tile.kv, keys, tile.q.dtype, config, MASKED
+        )
         # step: compute the scaled dot products of queries and keys
         qk = multiply_qk(tile.q, k, config.ROW_SUMS)  # [BLOCK_M, BLOCK_N]
         if has_two_parts(config.CACHE_FORMAT, tile.q.dtype):
             qk += multiply_qk(tile.q_low, k, config.ROW_SUMS)
+        if config.ROPE_DIM > 0:
+            qk += multiply_qk(tile.q_rope, k_rope, config.ROW_SUMS)
         qk = scale_scores(qk, scales, config)
         qk = modify_scores(
             qk, tile.qk_scale, call, tile.terms, visible.position, keys.position,

@@ -113,7 +113,7 @@ def decode_kernel(
     )  # fmt: skip
     batch = Batch(
         tensors.query_start_loc, tensors.seq_lens, masks.causal, num_reqs, decode_rows,
-        None,
+        None, 1,
     )  # fmt: skip
     ALL_KEYS: tl.constexpr = masks.tree is not None or masks.query_ranges is not None
     segment = find_segment(index, tl.num_programs(1), batch, config, plan, ALL_KEYS)

@@ -82,7 +82,7 @@ def kv_offsets(kv, strides, keys, config: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def load_kv_tile(call, kv, keys, dtype, config: tl.constexpr, MASKED: tl.constexpr):
-    """Return a tile of keys, [BLOCK_N, BLOCK_D], one of values, [BLOCK_N, BLOCK_DV], and scales.
+    """Return a tile of keys and one of values. With ROPE_DIM the values are columns of the keys.
 
     Masked rows of V may hold NaN, and 0 * NaN = NaN, so they are loaded as 0.
 
@@ -93,31 +93,64 @@ def load_kv_tile(call, kv, keys, dtype, config: tl.constexpr, MASKED: tl.constex
         dtype: of the queries as they are multiplied.
 
     Returns:
-        k, v, and TileScales.
+        k: [BLOCK_N, BLOCK_D].
+        k_rope: [BLOCK_N, BLOCK_ROPE], the elements after those of k; () without ROPE_DIM.
+        v: [BLOCK_N, BLOCK_DV]; k itself with ROPE_DIM.
+        scales: TileScales.
     """
     strides = call.strides
-    codes: tl.constexpr = 2 if is_packed(config.CACHE_FORMAT) else 1
-    d = tl.arange(0, config.BLOCK_D // codes)
-    dv = tl.arange(0, config.BLOCK_DV // codes)
-    k_mask = (d < config.HEAD_DIM // codes)[None, :]
-    v_mask = (dv < config.V_HEAD_DIM // codes)[None, :]
-    if MASKED:
-        k_mask = keys.is_key[:, None] & k_mask
-        v_mask = keys.is_key[:, None] & v_mask
     k_offset, v_offset, block_id, slot = kv_offsets(kv, strides, keys, config, MASKED)
-    k = tl.load(
-        kv.k + k_offset[:, None] + (d * strides.k_element)[None, :],
-        mask=k_mask,
-        other=0,
-    )
-    v = tl.load(
-        kv.v + v_offset[:, None] + (dv * strides.v_element)[None, :],
-        mask=v_mask,
-        other=0,
-    )
+    k = load_columns(
+        kv.k, k_offset, strides.k_element, keys.is_key, 0, config.HEAD_DIM,
+        config.BLOCK_D, config, MASKED,
+    )  # fmt: skip
+    if config.ROPE_DIM > 0:
+        k_rope = load_columns(
+            kv.k, k_offset, strides.k_element, keys.is_key, config.HEAD_DIM,
+            config.ROPE_DIM, config.BLOCK_ROPE, config, MASKED,
+        )  # fmt: skip
+        v = k
+    else:
+        k_rope = ()
+        v = load_columns(
+            kv.v, v_offset, strides.v_element, keys.is_key, 0, config.V_HEAD_DIM,
+            config.BLOCK_DV, config, MASKED,
+        )  # fmt: skip
     scales = load_tile_scales(call, kv.kv_head, block_id, slot, keys, config, MASKED)
-    k = decode_k(k, scales, dtype, config)
-    if has_two_parts(config.CACHE_FORMAT, dtype):
-        # weights times the scales of values may exceed float16
-        dtype = call.tensors.q.dtype.element_ty
-    return k, decode_v(v, scales, dtype, config), scales
+    if config.ROPE_DIM > 0:
+        k_rope = decode_k(k_rope, scales, dtype, config)
+        v = decode_v(v, scales, dtype, config)
+        k = v
+    else:
+        k = decode_k(k, scales, dtype, config)
+        if has_two_parts(config.CACHE_FORMAT, dtype):
+            # weights times the scales of values may exceed float16
+            dtype = call.tensors.q.dtype.element_ty
+        v = decode_v(v, scales, dtype, config)
+    return k, k_rope, v, scales
+
+
+@triton.jit
+def load_columns(
+    kv, offset, stride, is_key, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, config: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return elements of a tile's keys or values from FIRST on, as they are stored.
+
+    Args:
+        kv: pointer to a head.
+        offset, is_key: [BLOCK_N] where its keys or values begin, and which of them exist.
+        stride: from element to element.
+        COLUMNS: how many elements; further ones are 0.
+        BLOCK: those, rounded up to a power of two.
+
+    Returns:
+        [BLOCK_N, BLOCK]; half as many columns if a byte has two codes.
+    """
+    codes: tl.constexpr = 2 if is_packed(config.CACHE_FORMAT) else 1
+    d = tl.arange(0, BLOCK // codes)
+    mask = (d < COLUMNS // codes)[None, :]
+    if MASKED:
+        mask = is_key[:, None] & mask
+    places = offset[:, None] + ((FIRST + d) * stride)[None, :]
+    return tl.load(kv + places, mask=mask, other=0)

@@ -71,21 +71,41 @@ def number_rows(start, query_len, first_row, in_tile, kv_head, config: tl.conste
 
 @triton.jit
 def load_q(call, rows, kv_head, config: tl.constexpr):
-    """Return the queries of a tile, [BLOCK_M, BLOCK_D], and the scale of their dot products.
+    """Return the queries of a tile, in parts, and the scale of their dot products.
 
-    They come in two parts if the keys are rotated; otherwise the second one is (). The scale is a
-    number; with FP8 keys that are decoded to float16, and with rotated ones, it is [BLOCK_M, 1].
+    The scale is a number; with FP8 keys that are decoded to float16, and with rotated ones, it is
+    [BLOCK_M, 1].
+
+    Returns:
+        q: [BLOCK_M, BLOCK_D].
+        q_low: what is added to q, of the same shape; () unless the keys are rotated.
+        q_rope: [BLOCK_M, BLOCK_ROPE], the elements after those of q; () without ROPE_DIM.
+        qk_scale: the scale.
     """
+    q_rope = ()
+    q = load_q_columns(call, rows, 0, config.HEAD_DIM, config.BLOCK_D, config.UPCAST)
+    if config.ROPE_DIM > 0:
+        q_rope = load_q_columns(
+            call, rows, config.HEAD_DIM, config.ROPE_DIM, config.BLOCK_ROPE,
+            config.UPCAST,
+        )  # fmt: skip
+    return scale_queries(q, q_rope, call.scale, call, kv_head, config)
+
+
+@triton.jit
+def load_q_columns(
+    call, rows, FIRST: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return COLUMNS elements of a tile's queries from FIRST on: [BLOCK_M, BLOCK]."""
     strides = call.strides
-    d = tl.arange(0, config.BLOCK_D)
+    d = tl.arange(0, BLOCK)
     q = tl.load(
         call.tensors.q
         + (rows.token_index.to(tl.int64) * strides.q_token)[:, None]
         + (rows.head.to(tl.int64) * strides.q_head)[:, None]
-        + (d * strides.q_element)[None, :],
-        mask=rows.is_row[:, None] & (d < config.HEAD_DIM)[None, :],
+        + ((FIRST + d) * strides.q_element)[None, :],
+        mask=rows.is_row[:, None] & (d < COLUMNS)[None, :],
         other=0.0,
     )
-    if config.UPCAST:
-        q = q.to(tl.float32)
-    return scale_queries(q, call.scale, call, kv_head, config)
+    return q.to(tl.float32) if UPCAST else q

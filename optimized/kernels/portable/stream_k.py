@@ -30,6 +30,7 @@ class Batch(NamedTuple):
         num_reqs: number of requests.
         decode_rows: rows of a request, at most, that has tiles.
         prefix: Optional. PrefixPartials, see cascade.py: keys that are not counted.
+        columns: query tiles of a request that as many programs compute side by side.
     """
 
     query_start_loc: Any
@@ -38,6 +39,7 @@ class Batch(NamedTuple):
     num_reqs: Any
     decode_rows: Any
     prefix: Any
+    columns: Any
 
 
 class Segment(NamedTuple):
@@ -93,10 +95,10 @@ def count_tiles(batch, req, is_req, config: tl.constexpr, ALL_KEYS: tl.constexpr
 
 @triton.jit
 def count_query_tiles(batch, req, is_req, config: tl.constexpr):
-    """Return how many query tiles each request has."""
+    """Return how many query tiles each request has, those side by side counted as one."""
     start = tl.load(batch.query_start_loc + req, mask=is_req, other=0)
     query_len = tl.load(batch.query_start_loc + req + 1, mask=is_req, other=0) - start
-    return tl.cdiv(query_len * config.GROUP_SIZE, config.BLOCK_M)
+    return tl.cdiv(query_len * config.GROUP_SIZE, config.BLOCK_M * batch.columns)
 
 
 @triton.jit

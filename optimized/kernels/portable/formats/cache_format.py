@@ -159,25 +159,28 @@ def decode_measured(
 
 
 @triton.jit
-def scale_queries(q, qk_scale, call, kv_head, config: tl.constexpr):
+def scale_queries(q, q_rope, qk_scale, call, kv_head, config: tl.constexpr):
     """Return queries, and the scale of their dot products, with the keys' scale of this head.
 
     Args:
         q: [BLOCK_M, BLOCK_D].
+        q_rope: [BLOCK_M, BLOCK_ROPE]; () without ROPE_DIM.
         qk_scale: A number; what is returned may be [BLOCK_M, 1].
 
     Returns:
-        The queries, a second part that is added to them, and the scale. The second part is () in
-        formats whose queries are not rotated.
+        The queries, a second part that is added to them, `q_rope`, and the scale. The second part
+        is () in formats whose queries are not rotated.
     """
     low = ()
     if config.CACHE_FORMAT == "fp8_e4m3" or config.CACHE_FORMAT == "fp8_e5m2":
-        q, qk_scale = scale_fp8_queries(q, qk_scale, call, kv_head, config)
+        q, q_rope, qk_scale = scale_fp8_queries(
+            q, q_rope, qk_scale, call, kv_head, config
+        )
     elif channels_per_scale(config.CACHE_FORMAT):
         qk_scale = scale_block_scores(qk_scale, call)
     elif is_rotated(config.CACHE_FORMAT):
         q, low, qk_scale = rotate_queries(q, qk_scale, config.HEAD_DIM)
-    return q, low, qk_scale
+    return q, low, q_rope, qk_scale
 
 
 @triton.constexpr_function

@@ -29,17 +29,24 @@ def decode_fp8_v(v, dtype, config: tl.constexpr):
 
 
 @triton.jit
-def scale_fp8_queries(q, qk_scale, call, kv_head, config: tl.constexpr):
+def scale_fp8_queries(q, q_rope, qk_scale, call, kv_head, config: tl.constexpr):
     """Return queries in the dtype of their products, and the scale of their dot products.
 
     The scale is a number; with keys that are decoded to float16 it is [BLOCK_M, 1].
+
+    Args:
+        q, q_rope: as in `scale_queries`.
     """
     k_scale = call.option_tensors.k_scale
     qk_scale *= load_scale(k_scale, call.scale_strides.k, kv_head, True)
     if config.NATIVE_FP8 and q.dtype != tl.float32:
-        q, power = fit_float16(q)
+        power = find_power(q)
+        if config.ROPE_DIM > 0:
+            power = tl.maximum(power, find_power(q_rope))
+            q_rope = divide_rows(q_rope, power)
+        q = divide_rows(q, power)
         qk_scale = (qk_scale * power)[:, None]
-    return q, qk_scale
+    return q, q_rope, qk_scale
 
 
 @triton.jit
@@ -48,9 +55,21 @@ def fit_float16(q):
 
     FP8 keys are exact in float16. A product with bfloat16 queries would round them.
     """
+    power = find_power(q)
+    return divide_rows(q, power), power
+
+
+@triton.jit
+def find_power(q):
+    """Return the least power of two that no element of a row exceeds: [BLOCK_M]."""
     largest = tl.max(tl.abs(q.to(tl.float32)), 1)  # [BLOCK_M]
-    power = tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 2.0**-100))))
-    return (q.to(tl.float32) / power[:, None]).to(tl.float16), power
+    return tl.exp2(tl.ceil(tl.log2(tl.maximum(largest, 2.0**-100))))
+
+
+@triton.jit
+def divide_rows(q, power):
+    """Return rows divided by their powers of two, in float16."""
+    return (q.to(tl.float32) / power[:, None]).to(tl.float16)
 
 
 @triton.jit

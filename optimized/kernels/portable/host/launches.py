@@ -121,7 +121,7 @@ class Launches:
             other: Optional. A kernel with the same arguments in place of the portable one.
         """
         combine_rows = next_power_of_2(max(partial_rows, 1))
-        per_pass = _reqs_per_pass(num_reqs)
+        per_pass = reqs_per_pass(num_reqs)
         is_small_batch = num_reqs < self.full_reqs
         # the code of a second loop costs short sequences more than the masks of one
         masks_all_tiles = (
@@ -237,7 +237,7 @@ class Launches:
         Returns:
             the launcher, the keys of a tile, and the most segments.
         """
-        per_pass = _reqs_per_pass(num_reqs)
+        per_pass = reqs_per_pass(num_reqs)
         key = (block_m, per_pass, num_reqs > per_pass, is_dependent, tiles)
         known = self.appends.get(key)
         if known is None:
@@ -272,7 +272,7 @@ class Launches:
         return known
 
 
-def _reqs_per_pass(num_reqs: int) -> int:
+def reqs_per_pass(num_reqs: int) -> int:
     """Return how many requests a program counts at once."""
     return next((n for n in REQS_PER_PASS if num_reqs <= n), REQS_PER_PASS[-1])
 

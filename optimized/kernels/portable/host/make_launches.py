@@ -170,6 +170,8 @@ def _make_config(
         BLOCK_D=max(least, next_power_of_2(head_size)),
         V_HEAD_DIM=value_size,
         BLOCK_DV=max(least, next_power_of_2(value_size)),
+        ROPE_DIM=0,
+        BLOCK_ROPE=0,
         BLOCK_SIZE=0 if block_table is None else key.shape[1],
         masks=masks,
         scores=scores,

@@ -20,7 +20,7 @@ class Partials(NamedTuple):
         rows: rows that the workspace reserves per partial result.
         numbers: float32 log-sum-exps of all partial results, then their values.
         num_lse: number of those log-sum-exps.
-        semaphores: int32 counters of finished splits, all 0.
+        semaphores: int32 counters of finished splits, all 0; of latents, which tiles are split.
     """
 
     rows: int

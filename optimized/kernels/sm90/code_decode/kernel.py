@@ -178,7 +178,7 @@ def code_decode_kernel(
     )  # fmt: skip
     batch = Batch(
         tensors.query_start_loc, tensors.seq_lens, masks.causal, num_reqs, decode_rows,
-        None,
+        None, 1,
     )  # fmt: skip
     lanes = gl.arange(
         0, plan.REQS_PER_PASS, requests_layout(gl.num_warps(), plan.REQS_PER_PASS)

@@ -42,6 +42,8 @@ def make_launcher(call: AttentionCall, form: str, alignment: int) -> Launcher:
         BLOCK_D=next_power_of_2(head_size),
         V_HEAD_DIM=value_size,
         BLOCK_DV=next_power_of_2(value_size),
+        ROPE_DIM=0,
+        BLOCK_ROPE=0,
         BLOCK_SIZE=key.shape[1],
         masks=lower_masks(call.options, call.query_start_loc)[1],
         scores=ScoreConstants(0.0),
