@@ -209,7 +209,8 @@ EACH |= shapes("padding", 16)
 GROUPS = shapes("heads", 2, 6, 10, 48, 128) | shapes("kv_heads", 1, 2, 4)
 # a query tile has all heads of a group, 64 at most, or one
 LARGE_GROUPS = shapes("heads", 256)
-HEAD_SIZES = shapes("size", 64, 80, 96, 112, 256) | shapes("value_size", 128)
+HEAD_SIZES = shapes("size", 32, 64, 72, 80, 96, 112, 160, 192, 256)
+HEAD_SIZES |= shapes("value_size", 64, 128, 256)
 # a box of 16 rows or more does not cross a block
 SLOTS = shapes("slots", 16, 48, 64)
 PADDED = shapes("padding", 8)

@@ -13,7 +13,6 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90.common import planes
 from pagetwin.optimized.kernels.sm90.common.config import (
     NARROW_TILE_KEYS,
     WARPGROUP_M,
@@ -27,6 +26,7 @@ from support.sm90_calls import (
     NAN,
     assert_right,
     build,
+    build_sizes,
     check_captured_batches,
     make_options,
     make_plan,
@@ -67,7 +67,11 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         is_invariant = "batch_invariant" in case.options
         is_split = is_invariant or case.is_append
         assert line["spilled"] <= (288 if is_split else 256), line
-        consumers = choose_consumers(case.head_size, is_split or case.is_prefix)
+        consumers = choose_consumers(
+            case.head_size,
+            case.value_size or case.head_size,
+            is_split or case.is_prefix,
+        )
         if case.is_append and case.max_query_len * case.group <= WARPGROUP_M.value:
             consumers = 1
         # pairs of neighbours: 32 bits of an output, 64 bits of a partial result
@@ -138,14 +142,41 @@ BATCHES = {
 }
 
 
+EVERY_SIZE = (
+    8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 160, 168, 184,
+    192, 200, 208, 224, 240, 256,
+)  # fmt: skip
+"""Head sizes, with each shape of tiles and of parts of products and accumulators."""
+
+
 @needs_hopper
-@pytest.mark.parametrize("head_size", [*planes.HEAD_SIZES, 192])
+@pytest.mark.parametrize("head_size", EVERY_SIZE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_row_is_within_its_error_budget(
     name: str, head_size: int, reference: Twin
 ) -> None:
     plan = replace(BATCHES[name], head_size=head_size, dtype=BF16)
     assert_right(build(plan, "cuda"), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "name", ["ragged", "four heads to one", "seven heads to one", "heads before slots"]
+)
+@pytest.mark.parametrize(
+    ("key_size", "value_size"),
+    [
+        (192, 128), (192, 192), (128, 64), (64, 128), (96, 64), (256, 128), (64, 256),
+        (160, 96), (72, 200), (136, 40), (200, 160),
+    ],
+)  # fmt: skip
+def test_keys_and_values_of_different_sizes_are_within_their_error_budget(
+    key_size: int, value_size: int, name: str, causal: bool, reference: Twin
+) -> None:
+    plan = replace(BATCHES[name], dtype=BF16, needle="none")
+    batch = build_sizes(plan, key_size, value_size, "cuda")
+    assert_right(batch, reference, options=AttentionOptions(causal=causal))
 
 
 @needs_hopper

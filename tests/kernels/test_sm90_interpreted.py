@@ -108,8 +108,8 @@ FAULTS = {
     ),
     "an output tile is stored without a fence": Fault(
         "sm90/prefill/epilogue.py",
-        "        fence_async_shared()\n        if HAS_HEADS",
-        "        if HAS_HEADS",
+        "        fence_async_shared()\n        COLUMNS",
+        "        COLUMNS",
         "prefill, float16, whole tiles",
         "expected fence_async_shared",
     ),
@@ -146,8 +146,8 @@ FAULTS = {
     ),
     "fewer bytes are expected than are loaded": Fault(
         "sm90/common/load_kv.py",
-        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)",
-        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM))",
+        "mbarrier.expect(full, BLOCK_N * (DIM + TAIL_DIM) * 2)",
+        "mbarrier.expect(full, BLOCK_N * (DIM + TAIL_DIM))",
         "prefill, head size 128",
         # a phase ends early, so the next one has too many bytes, or a tile is read too early
         "of 1 arrivals and -|overwritten before the product|expected a barrier between",

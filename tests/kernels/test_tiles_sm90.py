@@ -80,8 +80,8 @@ def check_all_tiles() -> None:
     ):
         for causal in (True,) if window or chunk_size else (True, False):
             config = Sm90Config(
-                head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
-                GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
+                *[head_dim] * 4, 16, block_n, 2, causal, window, chunk_size,
+                GROUP=group, CONSUMERS=choose_consumers(head_dim, head_dim, False),
             )  # fmt: skip
             # a query tile of one or two tokens has the tiles of a few
             few = [(1, 1), (64, 64), (33, 514), (40, 30)]

@@ -23,7 +23,7 @@ from ....runtime.family import (
 )
 from ....runtime.workspace import MAX_KEPT_NUMBERS
 from ..common.chip import is_hopper
-from ..common.config import choose_consumers
+from ..common.config import with_whole_acc
 from ..common.plan import Sm90Plan
 from ..common.planes import find_planes
 from ..prefill import family as sm90
@@ -57,11 +57,8 @@ def plan(call: AttentionCall) -> "PrefixPlan":
         NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
     """
     base = sm90.plan(call)
-    config = base.config
-    # partial results are accumulators of one part, with padded columns
-    consumers = choose_consumers(config.HEAD_SIZE, True)
     # the log-sum-exp is always computed, and its error budget is small
-    config = config._replace(FAST_TANH=False, CONSUMERS=consumers)
+    config = with_whole_acc(base.config)._replace(FAST_TANH=False)
     return PrefixPlan.derive(base, config, base.boxes)
 
 

@@ -253,8 +253,8 @@ class Sm90Plan:
             shape, strides = [plane.rows + extra_rows, plane.width], [plane.stride, 1]
             return TensorDescriptor(address, shape, strides, box, SWIZZLED.value)
         config = self.config
-        # the first are the queries, the last the output
-        head_size = config.HEAD_SIZE + (config.TAIL_DIM if index == 0 else 0)
+        # queries, keys, values, output
+        head_size = config.KEY_SIZE if index < 2 else config.HEAD_SIZE
         head_stride = plane.head_columns + plane.head_rows * plane.stride
         # keys and values are the second and the third
         heads = self.num_heads // (self.group_size if index in (1, 2) else 1)

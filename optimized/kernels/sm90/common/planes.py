@@ -16,10 +16,8 @@ from ....runtime.launcher import next_power_of_2
 from .config import WARPGROUP_M
 
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (64, 80, 96, 112, 128, 256)
-"""Head sizes of queries, keys and values that are alike."""
-TAIL_DIMS = {(192, 128): 64}
-"""Other head sizes, of queries and keys and of values, with the columns that values lack."""
+HEAD_SIZES = range(8, 257, 8)
+"""Head sizes of queries and keys, and of values: TMA takes strides of multiples of 16 bytes."""
 READ_OPTIONS = (
     "causal",
     "batch_invariant",
@@ -103,9 +101,7 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
         return None
     if call.out.dtype not in (dtype, torch.float32):
         return None
-    value_size = value.shape[-1]
-    is_alike = head_size == value_size and head_size in HEAD_SIZES
-    if not is_alike and (head_size, value_size) not in TAIL_DIMS:
+    if head_size not in HEAD_SIZES or value.shape[-1] not in HEAD_SIZES:
         return None
     block_size = 0 if block_table is None else key.shape[1]
     if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):

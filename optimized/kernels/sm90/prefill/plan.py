@@ -15,6 +15,7 @@ from ....runtime.family import BatchLimits, Estimate, Task, Warm
 from ....runtime.workspace import find_workspace
 from ..common.config import WARPGROUP_M
 from ..common.plan import Sm90Plan
+from ..common.traits import clears_padding
 from .cost import estimate_hopper_prefill
 from .kernel import PrefillArguments, prefill_kernel
 
@@ -37,7 +38,7 @@ class PrefillPlan(Sm90Plan):
     @property
     def clears_padding(self) -> bool:
         """Whether `launch_prefill` without short rows clears the rows of no request."""
-        return self.config.TAIL_DIM == 0
+        return clears_padding(self.config)
 
     def is_chosen(self, max_query_len: int) -> bool:
         """Return whether this plan computes requests of at most so many tokens."""
