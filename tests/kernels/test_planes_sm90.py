@@ -10,6 +10,7 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan
 from pagetwin.conformance.cases.batches import build as build_alike
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.cascade import family as cascade
 from pagetwin.optimized.kernels.sm90.common import planes
 from pagetwin.optimized.kernels.sm90.common.config import (
     NARROW_TILE_KEYS,
@@ -119,16 +120,19 @@ def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
     assert others(AttentionOptions(**given)).count(None) == count - 1
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
-def test_windows_and_chunks_are_supported_if_the_call_is_causal(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_windows_and_chunks_are_supported_except_over_the_prefix_of_a_cascade(
+    name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
     batch = build(BatchPlan((8,), (8,), head_size=128, dtype=BF16))
-    for causal in (True, False):
-        options = AttentionOptions(causal=causal, **{name: 5})
-        call = to_call(batch, *batch.fresh(), options)
-        assert family.supports(call) == causal
+    options = AttentionOptions(causal=causal, **{name: 5})
+    call = to_call(batch, *batch.fresh(), options)
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cascade, "is_hopper", lambda device: True)
+    assert family.supports(call)
+    assert not cascade.supports(call)
+    assert cascade.supports(call._replace(options=AttentionOptions(causal=causal)))
 
 
 def plan_sizes(key_size: int, value_size: int, **options: Any) -> PrefillPlan:

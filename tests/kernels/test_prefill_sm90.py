@@ -228,6 +228,47 @@ def test_every_row_of_a_call_with_options_is_within_its_error_budget(
 
 
 @needs_hopper
+@pytest.mark.parametrize("head_size", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("group", [1, 7, 8])
+@pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 65},
+        {"sliding_window": 150, "sinks": True},
+        {"sliding_window": 330},
+        {"attention_chunk_size": 100},
+        {"sliding_window": 40, "attention_chunk_size": 150},
+    ],
+)
+def test_windows_and_chunks_to_both_sides_are_within_their_error_budget(
+    given: dict[str, Any], needle: str, group: int, head_size: int, reference: Twin
+) -> None:
+    """From a cache, and ragged keys give the same bits."""
+    plan = BatchPlan(
+        (1, 200, 0, 77, 129, 300),
+        (50, 200, 40, 300, 129, 700),
+        group=group,
+        head_size=head_size,
+        dtype=BF16,
+        needle=needle,
+    )
+    batch = build(plan, "cuda")
+    options = replace(make_options(batch, given), causal=False)
+    assert_right(batch, reference, options=options)
+    expected, expected_lse = run(batch, options=options)
+    keys, values, starts = ragged(batch)
+    out, lse = batch.fresh()
+    call = to_call(batch, out, lse, options)._replace(
+        key=keys, value=values, block_table=None, lengths=starts
+    )
+    make_plan(call).launch_prefill(call, 0)
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
+
+
+@needs_hopper
 @pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
 @pytest.mark.parametrize("limit", [NARROW_TILE_KEYS, NARROW_TILE_KEYS + 1])
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])

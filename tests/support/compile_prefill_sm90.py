@@ -217,6 +217,9 @@ CASES = [
             (192, 64, 4), (256, 64, 1), (256, 192, 2), (64, 96, 4),
         )
     ),
+    Case(BF16, 64, 0, False, False, {"sliding_window": 65}, group=1),
+    Case(BF16, 128, 16, False, True, {"sliding_window": 150}),
+    Case(BF16, 64, 16, False, False, {"attention_chunk_size": 300}),
 ]  # fmt: skip
 EVERY_DAY = 15
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -466,6 +466,22 @@ CASES = {
     "cascade, head size 176": Case(
         "cascade", plan_of((3, 1), (280, 300), 176, dtype=FP16, kv_heads=2, needle="tile edge")
     ),
+    "prefill, head size 64, window to both sides": Case(
+        "prefill", plan_of((130, 300), (390, 300), 64, dtype=FP16, group=1, needle="tile edge"),
+        {"causal": False, "sliding_window": 65},
+    ),
+    "prefill, head size 128, window to both sides, ragged keys": Case(
+        "prefill", plan_of((300, 70, 1), (300, 90, 200), 128, dtype=FP16, needle="first new"),
+        {"causal": False, "sliding_window": 150, "sinks": True}, is_ragged=True,
+    ),
+    "prefill, chunks in both directions": Case(
+        "prefill", plan_of((130, 200), (290, 200), 128, dtype=FP16, needle="last"),
+        {"causal": False, "attention_chunk_size": 100},
+    ),
+    "prefill, chunks in both directions, window": Case(
+        "prefill", plan_of((260, 9), (260, 90), 64, dtype=FP16, needle="tile edge"),
+        {"causal": False, "attention_chunk_size": 70, "sliding_window": 50},
+    ),
     "latent": Case(
         "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=5)
     ),

@@ -43,6 +43,10 @@ def supports(call: AttentionCall) -> bool:
     Args:
         call: the call over the prefix: it is not causal and has no sinks.
     """
+    options = call.options
+    # positions in the call over the prefix are not those of the sequence
+    if options.sliding_window is not None or options.attention_chunk_size is not None:
+        return False
     return (
         is_hopper(call.query.device)
         and call.block_table is not None

@@ -49,9 +49,9 @@ class Sm90Config(NamedTuple):
         BLOCK_N: keys per KV tile (`choose_block_n`).
         STAGES: K tiles, and V tiles, in flight (`choose_stages`).
         CAUSAL: whether a query attends only to keys up to its own position.
-        WINDOW: last keys that a query attends to, its own included. 0 without a window. A window
-            requires CAUSAL.
-        CHUNK_SIZE: positions per attention chunk. 0 without chunks. Chunks require CAUSAL.
+        WINDOW: keys that a query attends to on each side, its own included: with CAUSAL the last
+            ones. 0 without a window.
+        CHUNK_SIZE: positions per attention chunk. 0 without chunks.
         SOFT_CAP: bound of the scores; 0 without a soft cap.
         FAST_TANH: whether the soft cap may have a relative error of 2 ** -11.
         GROUP: rows per token in a query tile, which are numbered token by token: the query heads

@@ -90,12 +90,6 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
         return None
     if any(option is not None for option in get_other_options(call.options)):
         return None
-    has_lower_bound = (
-        call.options.sliding_window is not None
-        or call.options.attention_chunk_size is not None
-    )
-    if has_lower_bound and not call.options.causal:
-        return None
     dtype, head_size = query.dtype, query.shape[-1]
     if dtype not in DTYPES or not dtype == key.dtype == value.dtype:
         return None

@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from .config import WARP_SIZE
 from .stream_k import add
-from .tile_range import first_visible_key
-from .traits import has_lower_bound, warp_layout
+from .tile_range import end_of_visible_keys, first_visible_key
+from .traits import has_lower_bound, has_upper_bound, warp_layout
 from .work_item import WorkItem
 
 REQS_PER_SCAN = gl.constexpr(32)
@@ -150,8 +150,9 @@ def locate_work(
     first_token = (num_q_tiles - 1 - tiles_after) * TILE_TOKENS
     position = request.seq_len - request.query_len + first_token
     kv_end = request.seq_len
-    if config.CAUSAL:
-        kv_end = gl.minimum(gl.maximum(position + TILE_TOKENS, 0), request.seq_len)
+    if has_upper_bound(config):
+        kv_end = end_of_visible_keys(position + TILE_TOKENS - 1, config)
+        kv_end = gl.minimum(gl.maximum(kv_end, 0), request.seq_len)
     num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N
     if has_lower_bound(config):
         num_kv_tiles -= first_visible_key(position, config) // BLOCK_N

@@ -24,6 +24,27 @@ def first_visible_key(position, config: gl.constexpr):
 
 
 @gluon.jit
+def end_of_visible_keys(position, config: gl.constexpr):
+    """Return one more than the last key that a query at `position` may attend to.
+
+    It may be past the sequence's end. Not for configs without an upper bound (`has_upper_bound`).
+
+    Args:
+        position: a number, or [rows] of several queries. Negative before the first key.
+    """
+    if config.CAUSAL:
+        return position + 1
+    elif config.CHUNK_SIZE == 0:  # noqa: RET505 (constexpr branches)
+        return position + config.WINDOW
+    else:
+        # a sum first, because division rounds toward 0 and not down
+        end = (position + config.CHUNK_SIZE) // config.CHUNK_SIZE * config.CHUNK_SIZE
+        if config.WINDOW > 0:
+            end = gl.minimum(end, position + config.WINDOW)
+        return end
+
+
+@gluon.jit
 def first_kv_tile(work, config: gl.constexpr):
     """Return the index of the first KV tile with a key that a work item attends to."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
@@ -76,10 +97,11 @@ def find_tiles(work, position, config: gl.constexpr):
     # of this warpgroup's own rows
     last_row = position + count_tokens(config) - 1
     if has_own_tiles(config):
-        own_last = gl.minimum(gl.maximum(last_row // BLOCK_N, first), last)
+        own_last = (end_of_visible_keys(last_row, config) - 1) // BLOCK_N
+        own_last = gl.minimum(gl.maximum(own_last, first), last)
         after = last - own_last
         last = own_last
-        full_end = gl.maximum(position + 1, 0) // BLOCK_N
+        full_end = gl.maximum(end_of_visible_keys(position, config), 0) // BLOCK_N
     if has_lower_bound(config):
         own_first = gl.minimum(first_visible_key(position, config) // BLOCK_N, last)
         if config.SPLIT_TILES > 0:

@@ -16,6 +16,12 @@ def has_lower_bound(config):
 
 
 @gluon.constexpr_function
+def has_upper_bound(config):
+    """Return whether the end of a query's visible keys depends on its position."""
+    return config.CAUSAL or config.WINDOW > 0 or config.CHUNK_SIZE > 0
+
+
+@gluon.constexpr_function
 def has_own_tiles(config):
     """Return whether the warpgroups of a work item attend to different KV tiles.
 
@@ -67,10 +73,14 @@ MASK_BEGIN = gl.constexpr(2)
 def choose_masks(config):
     """Return the masks of KV tiles at the end of the visible range, and of those at its begin.
 
-    One tile may need both if a window is shorter than a warpgroup's tokens and a KV tile.
+    One tile may need both if a window is shorter than a warpgroup's tokens and a KV tile. A window
+    to both sides has its begin and its end twice as far apart. If it has the keys of a tile, its
+    begin is not in the tile with the sequence's end either.
     """
     both = MASK_END.value + MASK_BEGIN.value
-    shortest = WARPGROUP_M.value // config.GROUP + config.BLOCK_N
+    shortest = config.BLOCK_N
+    if config.CAUSAL:
+        shortest += WARPGROUP_M.value // config.GROUP
     if config.CHUNK_SIZE or 0 < config.WINDOW < shortest:
         return both, both
     if config.WINDOW and config.SPLIT_TILES:
