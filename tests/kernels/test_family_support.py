@@ -54,6 +54,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefill": (prefill, {}),
     "prefill of ragged keys": (prefill, {"is_paged": False}),
     "FP8 prefill": (code_prefill, {"dtype": FP8, "options": SCALED}),
+    "prefill of copied blocks": (code_prefill, {"slots": 12}),
     "FP8 decode": (code_decode, {"dtype": FP8, "options": SCALED}),
     "append": (append, {}),
     "invariant": (invariant, {"options": {"batch_invariant": True}}),
@@ -211,8 +212,9 @@ GROUPS = shapes("heads", 2, 6, 10, 48, 128) | shapes("kv_heads", 1, 2, 4)
 LARGE_GROUPS = shapes("heads", 256)
 HEAD_SIZES = shapes("size", 32, 64, 72, 80, 96, 112, 160, 192, 256)
 HEAD_SIZES |= shapes("value_size", 64, 128, 256)
-# a box of 16 rows or more does not cross a block
-SLOTS = shapes("slots", 16, 48, 64)
+# a box of 8 rows or more does not cross a block
+SLOTS = shapes("slots", 8, 16, 24, 48, 64)
+SLOTS_OF_16 = shapes("slots", 16, 48, 64)
 PADDED = shapes("padding", 8)
 IS_E5M2 = {"cache is float8_e5m2"}
 MASKS = {"sliding_window = 5", "attention_chunk_size = 5"}
@@ -228,16 +230,22 @@ ACCEPTED = {
         | VARIES | WIDE
     ),
     "prefill of ragged keys": (
-        OF_CALL | RAGGED | SLOTS | shapes("slots", 8, 24) | LARGE_GROUPS | MASKS | SCORES
+        OF_CALL | RAGGED | SLOTS | LARGE_GROUPS | MASKS | SCORES
         | MAY_BE_CAUSAL | VARIES | WIDE
     ),
     # the cache is converted by a kernel that loads single elements of any strides and addresses
     "FP8 prefill": (
         begins("key value cache", 1, 8) | OF_CALL | OF_TABLE | strides("block_table", 1)
         | {stride for axis in range(4) for stride in strides("key value cache", axis)}
-        | SLOTS | shapes("slots", 8, 24) | {"cache has 1 more in axis 1"} | IS_E5M2
+        | SLOTS | {"cache has 1 more in axis 1"} | IS_E5M2
         | shapes("padding", 4)
         | LARGE_GROUPS | MASKS | SCORES | SCALES | MAY_BE_CAUSAL | VARIES | WIDE
+    ),
+    "prefill of copied blocks": (
+        begins("key value cache", 1, 8) | OF_CALL | OF_TABLE | strides("block_table", 1)
+        | {stride for axis in range(4) for stride in strides("key value cache", axis)}
+        | {"cache has 1 more in axis 1"} | shapes("padding", 4)
+        | LARGE_GROUPS | MASKS | SCORES | MAY_BE_CAUSAL | VARIES | WIDE
     ),
     # only keys and values are loaded 16 bytes at a time
     "FP8 decode": (
@@ -247,7 +255,7 @@ ACCEPTED = {
         | strides("key value cache", 0, "0", "* 2", "/ 2")
         | strides("key value cache", 1, "0", "* 2", "/ 2")
         | strides("key value cache", 2, "0", "* 2", "/ 2")
-        | EACH | SLOTS | IS_E5M2 | shapes("heads", 2, 6, 10) | shapes("kv_heads", 1, 2, 4)
+        | EACH | SLOTS_OF_16 | IS_E5M2 | shapes("heads", 2, 6, 10) | shapes("kv_heads", 1, 2, 4)
         | shapes("size", 64) | shapes("value_size", 64, 128)
         | {"query is float16", "out is float16"}
         | {f"lse is {lse_dtype}" for lse_dtype in LSE_DTYPES}
@@ -269,7 +277,8 @@ ACCEPTED = {
         | strides("out", 1, "0", "+ 8", "* 2", "/ 2")
         | begins("cache", 8) | strides("cache", 0, "0", "* 2", "/ 2")
         | strides("cache", 1, "* 2") | strides("cache", 2)
-        | EACH | PADDED | SLOTS | shapes("heads", 2, 6, 10, 48, 128, 256) | shapes("kv_heads", 1)
+        | EACH | PADDED | SLOTS_OF_16 | shapes("heads", 2, 6, 10, 48, 128, 256)
+        | shapes("kv_heads", 1)
         | shapes("size", 576) | shapes("value_size", 512) | IS_CAUSAL | VARIES
     ),
 }  # fmt: skip

@@ -119,6 +119,10 @@ BATCHES = {
         (2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"
     ),
     "blocks of 48": BatchPlan((150,), (333,), block_size=48, needle="block edge"),
+    "blocks of 8": BatchPlan((150,), (333,), block_size=8, needle="block edge"),
+    "blocks of 24, heads before slots": BatchPlan(
+        (150, 66), (333, 66), block_size=24, layout="hnd", needle="block edge"
+    ),
     "blocks of 64": BatchPlan((150, 9), (333, 70), block_size=64),
     "blocks of 256": BatchPlan(
         (150, 9), (600, 70), block_size=256, needle="block edge"

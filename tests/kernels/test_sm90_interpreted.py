@@ -91,6 +91,30 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
     assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
 
 
+@pytest.mark.parametrize(
+    ("block_size", "layout"),
+    [(1, "separate"), (4, "hnd"), (12, "interleaved"), (16, "padded")],
+)
+def test_blocks_that_tma_does_not_load_are_copied_first(
+    block_size: int, layout: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 67 elements are no multiple of 16 bytes apart."""
+    batch = build(
+        BatchPlan(
+            (1, 70, 33), (50, 90, 300), head_size=64, dtype=torch.float16, kv_heads=2, group=2,
+            block_size=block_size, layout=layout, needle="block edge",
+        )
+    )  # fmt: skip
+    out, lse = batch.fresh()
+    with pretend_hopper(monkeypatch) as launches:
+        TWINS["optimized"].raw.paged_attention(**batch.arguments(), out=out, lse=lse)
+    assert launches.made == ["upcast_kernel", "prefill_kernel"]
+    right, right_lse = batch.fresh()
+    reference.paged_attention(**batch.arguments(), out=right, lse=right_lse)
+    torch.testing.assert_close(out, right, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("axis", "name"), FAR)
 def test_offsets_of_more_than_32_bits_change_no_bit(
     axis: str, name: str, monkeypatch: pytest.MonkeyPatch

@@ -220,6 +220,10 @@ CASES = [
     Case(BF16, 64, 0, False, False, {"sliding_window": 65}, group=1),
     Case(BF16, 128, 16, False, True, {"sliding_window": 150}),
     Case(BF16, 64, 16, False, False, {"attention_chunk_size": 300}),
+    Case(BF16, 128, 8, True, False),
+    Case(BF16, 64, 24, True, True),
+    Case(BF16, 256, 8, True, False),
+    Case(BF16, 128, 8, True, False, is_append=True),
 ]  # fmt: skip
 EVERY_DAY = 15
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

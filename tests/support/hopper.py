@@ -482,6 +482,22 @@ CASES = {
         "prefill", plan_of((260, 9), (260, 90), 64, dtype=FP16, needle="tile edge"),
         {"causal": False, "attention_chunk_size": 70, "sliding_window": 50},
     ),
+    **{
+        f"prefill, blocks of {size}": Case(
+            "prefill",
+            plan_of((66, 3), (150, 90), head_size, dtype=FP16, block_size=size, needle="block edge",
+                    **UNLIKE),
+        )
+        for size, head_size in ((8, 128), (24, 64), (40, 160))
+    },
+    "append, blocks of 8": Case(
+        "append",
+        plan_of((20, 3), (700, 40), 128, dtype=FP16, group=4, block_size=8, needle="block edge"),
+    ),
+    "invariant, blocks of 24": Case(
+        "invariant",
+        plan_of((40, 1), (300, 70), 80, dtype=FP16, block_size=24, needle="block edge", padding=3),
+    ),
     "latent": Case(
         "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=5)
     ),

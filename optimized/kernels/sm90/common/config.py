@@ -14,7 +14,7 @@ WARPGROUP_M = gl.constexpr(64)
 BOX_COLUMNS = gl.constexpr(64)
 """Elements per row of a TMA box of K or V: 128 bytes, the widest swizzle."""
 SWIZZLE_ROWS = gl.constexpr(8)
-"""Rows after which the 128-byte swizzle repeats."""
+"""Rows after which the 128-byte swizzle repeats, the fewest of a TMA box of K or V."""
 WORK_STAGES = gl.constexpr(2)
 """Published work items: the next one is published while this one is computed."""
 MAX_CONSUMERS = gl.constexpr(3)
@@ -45,7 +45,7 @@ class Sm90Config(NamedTuple):
             (`TmaTensor`), it fills them with the next head.
         HEAD_DIM, V_TAIL_DIM: the same of values and outputs. Columns from HEAD_SIZE on are not
             multiplied or not stored.
-        BLOCK_SIZE: tokens per cache block, a multiple of 16; 0 without a block table.
+        BLOCK_SIZE: tokens per cache block, a multiple of SWIZZLE_ROWS; 0 without a block table.
         BLOCK_N: keys per KV tile (`choose_block_n`).
         STAGES: K tiles, and V tiles, in flight (`choose_stages`).
         CAUSAL: whether a query attends only to keys up to its own position.

@@ -18,6 +18,11 @@ from .gluon_names import async_load, reinterpret
 from .tile_range import first_kv_tile, first_visible_key
 from .traits import has_lower_bound
 
+MAX_ROWS_AHEAD = gl.constexpr(8)
+"""Boxes per 64 columns of a tile, at most, with which the next tile's block ids are loaded before
+this tile's boxes. With blocks of 8 tokens a tile has 16, which take more registers than a producer
+warp has."""
+
 
 class TmaTensor(NamedTuple):
     """A tensor of heads as a plane of rows, which TMA addresses by row and column.
@@ -62,17 +67,22 @@ def load_k(
     last_tile = first_kv_tile(work, config) + work.num_kv_tiles - 1
     rows = _box_rows(batch, work, last_tile, begin, k.block_rows, ROW_BOXES, config)
     for i in range(work.num_kv_tiles):
-        # the next tile's block ids are loaded while this one waits for its stage
         next_tile = gl.maximum(last_tile - 1 - i, 0)
-        next_rows = _box_rows(
-            batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
-        )
+        if ROW_BOXES <= MAX_ROWS_AHEAD:
+            # the next tile's block ids are loaded while this one waits for its stage
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
+            )
         shared.k_pipe.producer_acquire(state)
         full = shared.k_pipe.full_barrier(state)
         _load_boxes(
             k.desc, shared.k, shared.k_tail, state.stage(), full, rows, kv_head, column,
             BLOCK_N, config.KEY_DIM, config.TAIL_DIM,
         )  # fmt: skip
+        if ROW_BOXES > MAX_ROWS_AHEAD:
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
+            )
         state = state.advance()
         rows = next_rows
     return state
@@ -106,9 +116,10 @@ def load_v(
     rows = _box_rows(batch, work, last_tile, begin, v.block_rows, ROW_BOXES, config)
     for i in range(work.num_kv_tiles):
         next_tile = gl.maximum(last_tile - 1 - i, 0)
-        next_rows = _box_rows(
-            batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
-        )
+        if ROW_BOXES <= MAX_ROWS_AHEAD:
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
+            )
         # V tile i - 1 is released together with K tile i
         shared.v_pipe.producer_acquire(state.advance())
         # only the last tile, which is loaded first, can reach past the sequence's end
@@ -132,6 +143,10 @@ def load_v(
             # ordinary stores, before the tensor cores read through the async proxy
             fence_async_shared()
             shared.v_pipe.producer_commit(state)
+        if ROW_BOXES > MAX_ROWS_AHEAD:
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
+            )
         state = state.advance()
         rows = next_rows
     return state, tail_state

@@ -13,7 +13,7 @@ import torch
 from .....contract.attention_options import AttentionOptions
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import next_power_of_2
-from .config import WARPGROUP_M
+from .config import SWIZZLE_ROWS, WARPGROUP_M
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = range(8, 257, 8)
@@ -98,7 +98,9 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
     if head_size not in HEAD_SIZES or value.shape[-1] not in HEAD_SIZES:
         return None
     block_size = 0 if block_table is None else key.shape[1]
-    if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):
+    if block_size % SWIZZLE_ROWS.value or (
+        block_table is not None and block_table.stride(1) != 1
+    ):
         return None
     q_plane, k_plane, v_plane, out_plane = (
         find_plane(tensor.shape, tensor.stride())

@@ -141,7 +141,7 @@ def _choose_boxes(call: AttentionCall, config: Sm90Config) -> tuple[Box, Box, Bo
     out_box: Box = (rows, out_columns)
     if has_heads and (config.GROUP > 1 or has_padded_values):
         out_box = (*tile, out_columns)
-    # a box has at least 16 rows and does not cross a block
+    # a box has at least SWIZZLE_ROWS rows and does not cross a block
     kv_rows = math.gcd(config.BLOCK_SIZE, config.BLOCK_N)
     k_box, v_box = (
         (kv_rows, 1, columns)
