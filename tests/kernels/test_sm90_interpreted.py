@@ -98,7 +98,7 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
 def test_blocks_that_tma_does_not_load_are_copied_first(
     block_size: int, layout: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of 67 elements are no multiple of 16 bytes apart."""
+    """Rows of 67 elements are 134 bytes apart, which 16 does not divide."""
     batch = build(
         BatchPlan(
             (1, 70, 33), (50, 90, 300), head_size=64, dtype=torch.float16, kv_heads=2, group=2,
