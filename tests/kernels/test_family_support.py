@@ -20,6 +20,8 @@ from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
 from pagetwin.optimized.kernels.sm90.prefill import family as prefill
 from pagetwin.optimized.runtime.attention_call import AttentionCall
+from pagetwin.tools.bench.models import CHECKPOINTS
+from pagetwin.tools.bench.models import FAMILIES as MODELS
 from support.supported_calls import BF16, make_call
 from torch import Tensor
 
@@ -293,6 +295,38 @@ def test_a_family_accepts_these_changes_of_a_call_and_rejects_all_others(
     accepted = find_accepted(family, given)
     assert accepted - ACCEPTED[name] == set(), "wrong rows"
     assert ACCEPTED[name] - accepted == set(), "not rejected before"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("slots", [0, 1, 8, 16])
+def test_models_have_a_prefill_kernel_for_hopper_unless_their_head_sizes_are_other_ones(
+    slots: int, causal: bool
+) -> None:
+    """Of a group, a window and blocks of any size, or without a cache."""
+    portable = set()
+    for shape in (*CHECKPOINTS, *MODELS):
+        call = make_call(
+            is_paged=slots > 0,
+            slots=slots or 16,
+            size=shape.key_size,
+            value_size=shape.value_size,
+            heads=2 * shape.group,
+            kv_heads=2,
+            options={"causal": causal, "sliding_window": shape.window or None},
+        )
+        families = [code_prefill if slots == 1 else prefill]
+        if causal and slots > 1 and shape.group <= 64:
+            families.append(append)
+        are_supported = {family.supports(call) for family in families}
+        sizes = shape.key_size, shape.value_size
+        fits = all(size % 8 == 0 and size <= 256 for size in sizes)
+        assert are_supported == {fits}, shape
+        if not fits:
+            portable.add(sizes)
+    assert portable == {
+        (size, size) for size in (15, 21, 36, 42, 73, 82, 464, 512, 1024)
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)
