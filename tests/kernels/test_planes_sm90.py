@@ -307,6 +307,42 @@ def test_a_query_tile_has_the_heads_of_a_kv_head_if_their_number_divides_its_row
     assert made.constants["config"].GROUP == 1
 
 
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "fused", "rows_per_token"),
+    [
+        (71, 1, False, 71), (48, 1, False, 48), (128, 1, False, 128),
+        # whole tokens fill a tile, or most of it
+        (64, 1, False, 1), (32, 1, False, 1), (24, 1, False, 1),
+        # rows have several strides
+        (71, 2, False, 1), (71, 1, True, 1),
+    ],
+)  # fmt: skip
+def test_many_heads_of_one_kv_head_are_rows_of_one_stride(
+    group: int, kv_heads: int, fused: bool, rows_per_token: int
+) -> None:
+    plan = BatchPlan(
+        (9,),
+        (9,),
+        group=group,
+        kv_heads=kv_heads,
+        head_size=64,
+        dtype=BF16,
+        fused=fused,
+    )
+    batch = build(plan)
+    call = to_call(batch, *batch.fresh())
+    made = family.plan(call)
+    assert rows_per_token == made.config.ROWS_PER_TOKEN
+    assert family.plan(call, may_cut_tokens=False).config.ROWS_PER_TOKEN == 1
+    if rows_per_token == 1:
+        return
+    assert made.config.GROUP == 1 and made.packed is None
+    # of a call with other tokens than the first one
+    query = torch.zeros(11, group, 64, dtype=BF16)
+    found = made.describe(0, query, made.extra_rows(query, call.key)[0])
+    assert list(found.shape) == [11 * group, 64] and list(found.strides) == [64, 1]
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "heads first", "padded rows"])
 def test_a_box_of_several_heads_addresses_each_element_of_the_call(layout: str) -> None:
     """Also of a call that has other tokens than the one that the plan was made for."""

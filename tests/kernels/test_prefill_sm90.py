@@ -142,6 +142,12 @@ BATCHES = {
     "eight heads to one": BatchPlan((150, 7), (333, 9), group=8, padding=3),
     "sixty-four heads to one": BatchPlan((35, 9), (200, 9), group=64, kv_heads=1),
     "seven heads to one": BatchPlan((150,), (333,), group=7, kv_heads=1, padding=3),
+    "seventy-one heads to one": BatchPlan(
+        (35, 1, 0, 150), (200, 9, 40, 151), group=71, kv_heads=1, fused=False, padding=3
+    ),
+    "forty-eight heads to one": BatchPlan(
+        (35, 9), (200, 9), group=48, kv_heads=1, fused=False, needle="last"
+    ),
     "a large scale": BatchPlan((150,), (333,), scale=1.0, spare_max=7),
 }
 

@@ -165,8 +165,8 @@ WRONG_TILES = {
         "position // config.CHUNK_SIZE * config.CHUNK_SIZE",
     ),
     "no mask on the diagonal of a work item": (
-        "full_end = gl.maximum(work.position + 1, 0) // BLOCK_N",
-        "full_end = work.seq_len // BLOCK_N",
+        "gl.maximum(end_of_visible_keys(work.position, config), 0)",
+        "work.seq_len",
     ),
     "a work item without its last tile": (
         "num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N",

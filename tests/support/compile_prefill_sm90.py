@@ -70,7 +70,8 @@ class Case(NamedTuple):
         has_lse: whether the log-sum-exp is computed.
         value_size: Optional. Head size of values. If None, that of keys.
         out_dtype: Optional. Dtype of the output. If None, that of queries.
-        group: query heads per KV head, of 8 query heads, or of 2 * group if it does not divide 8.
+        group: query heads per KV head, of 8 query heads, or of 2 * group if it does not divide 8,
+            or of one group of more than 64.
         is_append: whether the call is an append with split keys.
         is_prefix: whether the call is over the prefix of a cascade.
         max_query_len: bound of the longest request.
@@ -224,6 +225,8 @@ CASES = [
     Case(BF16, 64, 24, True, True),
     Case(BF16, 256, 8, True, False),
     Case(BF16, 128, 8, True, False, is_append=True),
+    Case(BF16, 64, 16, True, True, group=71),
+    Case(BF16, 128, 16, True, False, {"sliding_window": 1024, "sinks": True}, group=96),
 ]  # fmt: skip
 EVERY_DAY = 15
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -245,6 +248,8 @@ def record(case: Case) -> dict[str, Any]:
     torch.cuda.get_device_properties = lambda device=None: properties
     GluonJITFunction.run = JITFunction.run = keep  # type: ignore[method-assign]
     heads = 8 if 8 % case.group == 0 else 2 * case.group
+    if case.group > 64:
+        heads = case.group
     value_size = value_size or head_size
     query = torch.zeros(256, heads, head_size, dtype=dtype)
     starts = torch.tensor([0, 100, 256], dtype=torch.int32)

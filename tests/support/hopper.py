@@ -498,6 +498,28 @@ CASES = {
         "invariant",
         plan_of((40, 1), (300, 70), 80, dtype=FP16, block_size=24, needle="block edge", padding=3),
     ),
+    "prefill, 71 heads to one": Case(
+        "prefill",
+        plan_of(
+            (9, 1, 0, 4), (150, 50, 40, 4), 64, dtype=FP16, group=71, needle="last",
+            padding=2, fused=False,
+        ),
+        {"sinks": True},
+    ),
+    "prefill, 71 heads to one, window, whole tiles": Case(
+        "prefill",
+        plan_of((30,), (330,), 64, dtype=FP16, group=71, needle="tile edge", fused=False),
+        {"sliding_window": 70},
+    ),
+    "prefill, 48 heads to one, head size 80, ragged keys": Case(
+        "prefill",
+        plan_of((13, 7), (140, 7), 80, dtype=FP16, group=48, needle="first new", fused=False),
+        {"causal": False, "sliding_window": 33}, is_ragged=True,
+    ),
+    "prefill, 96 heads to one, chunks": Case(
+        "prefill", plan_of((8, 3), (290, 30), 128, dtype=FP16, fused=False, group=96),
+        {"attention_chunk_size": 100},
+    ),
     "latent": Case(
         "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=5)
     ),

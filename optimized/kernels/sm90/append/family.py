@@ -46,7 +46,7 @@ def plan(call: AttentionCall) -> "AppendPlan":
     """
     if not _is_supported(call):
         raise unsupported("Hopper append kernel")
-    base = sm90.plan(call)
+    base = sm90.plan(call, may_cut_tokens=False)
     group = next_power_of_2(base.group_size)
     config = with_whole_acc(base.config)
     config = config._replace(GROUP=group, SPLIT_TILES=1, HAS_SEGMENTS=True)

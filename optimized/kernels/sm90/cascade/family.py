@@ -60,7 +60,7 @@ def plan(call: AttentionCall) -> "PrefixPlan":
     Raises:
         NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
     """
-    base = sm90.plan(call)
+    base = sm90.plan(call, may_cut_tokens=False)
     # the log-sum-exp is always computed, and its error budget is small
     config = with_whole_acc(base.config)._replace(FAST_TANH=False)
     return PrefixPlan.derive(base, config, base.boxes)

@@ -58,6 +58,10 @@ class Sm90Config(NamedTuple):
             of a KV head, for batch-invariant rows rounded up to a power of two. 1 if a query tile
             has one query head (`choose_group`). If it does not divide WARPGROUP_M, the last rows of
             a warpgroup have no token (`PackedPlan`).
+        ROWS_PER_TOKEN: query rows per position. If more than 1, the rows of a request are the query
+            heads of its only KV head, token by token, and a tile may begin within a token
+            (`choose_rows_per_token`). Then query indices and positions of work items count rows,
+            and GROUP is 1.
         CONSUMERS: consumer warpgroups (`choose_consumers`).
         SPLIT_TILES: KV tiles per split of batch-invariant rows; 0 if rows are not split.
         FITS_QUERIES: whether keys are float16, and queries, values and outputs bfloat16. Queries
@@ -83,6 +87,7 @@ class Sm90Config(NamedTuple):
     TAIL_DIM: int = 0
     V_TAIL_DIM: int = 0
     GROUP: int = 1
+    ROWS_PER_TOKEN: int = 1
     CONSUMERS: int = 2
     SPLIT_TILES: int = 0
     FITS_QUERIES: bool = False
@@ -175,6 +180,25 @@ def choose_group(group_size: int) -> int:
         group_size: query heads per KV head.
     """
     return group_size if WARPGROUP_M.value % group_size == 0 else 1
+
+
+def choose_rows_per_token(group_size: int) -> int:
+    """Return the query rows per token of tiles that may begin within a token, or 1 without them.
+
+    They are for one KV head with many query heads: a tile has nearly the same keys for all of its
+    rows, and only a request's last tile has rows without a token. The tiles of `choose_group` and
+    `PackedPlan` are whole tokens, which are few or leave rows unused if a group has more than half
+    of the rows of a warpgroup.
+
+    Args:
+        group_size: query heads of the only KV head.
+
+    Example:
+        71 heads: 192 rows begin with the last 20 heads of a token and end with the first 30 of
+        another.
+    """
+    is_whole = WARPGROUP_M.value % group_size == 0
+    return 1 if is_whole or 2 * group_size <= WARPGROUP_M.value else group_size
 
 
 def choose_consumers(key_size: int, head_size: int, is_whole: bool) -> int:

@@ -9,12 +9,28 @@ from .traits import count_tokens, has_lower_bound, has_own_tiles
 
 
 @gluon.jit
+def _to_token(position, config: gl.constexpr):
+    """Return the position of the token of a query row; negative before the first key.
+
+    Args:
+        position: a number, or [rows], in rows.
+    """
+    ROWS: gl.constexpr = config.ROWS_PER_TOKEN
+    if ROWS == 1:
+        return position
+    else:  # noqa: RET505 (a constexpr branch)
+        # a sum first, because division rounds toward 0 and not down
+        return (position + ROWS) // ROWS - 1
+
+
+@gluon.jit
 def first_visible_key(position, config: gl.constexpr):
     """Return the first key that a query at `position` attends to.
 
     Args:
         position: a number, or [rows] of several queries. Negative before the first key.
     """
+    position = _to_token(position, config)
     begin = position * 0
     if config.WINDOW > 0:
         begin = gl.maximum(begin, position - (config.WINDOW - 1))
@@ -32,6 +48,7 @@ def end_of_visible_keys(position, config: gl.constexpr):
     Args:
         position: a number, or [rows] of several queries. Negative before the first key.
     """
+    position = _to_token(position, config)
     if config.CAUSAL:
         return position + 1
     elif config.CHUNK_SIZE == 0:  # noqa: RET505 (constexpr branches)
@@ -88,7 +105,7 @@ def find_tiles(work, position, config: gl.constexpr):
     # without a mask for any row of the work item
     full_end = work.seq_len // BLOCK_N
     if config.CAUSAL:
-        full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
+        full_end = gl.maximum(end_of_visible_keys(work.position, config), 0) // BLOCK_N
     first = first_kv_tile(work, config)
     last = first + work.num_kv_tiles - 1
     full_begin = first

@@ -60,7 +60,7 @@ def plan(call: AttentionCall) -> "InvariantPlan":
     """
     if not _is_supported(call):
         raise unsupported("batch-invariant Hopper kernel")
-    base = sm90.plan(call)
+    base = sm90.plan(call, may_cut_tokens=False)
     config = with_whole_acc(base.config)
     group = next_power_of_2(base.group_size)
     config = config._replace(

@@ -82,11 +82,12 @@ def store_tile(
     dtype: gl.constexpr = output.out.dtype.element_ty
     TOKENS: gl.constexpr = count_tokens(config)
     FIRST_TOKEN: gl.constexpr = CONSUMER * TOKENS
-    num_queries = work.seq_len - work.position
+    num_queries = work.seq_len * config.ROWS_PER_TOKEN - work.position
     is_row = token < num_queries  # [WARPGROUP_M]
     if has_unused_rows(config):
         is_row = token < gl.minimum(num_queries, FIRST_TOKEN + TOKENS)
     is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
+    query = (work.query_start + token) // config.ROWS_PER_TOKEN  # [WARPGROUP_M]
     PARTS: gl.constexpr = acc_columns(config)
     HAS_HEADS: gl.constexpr = len(output.out_desc.block_type.shape) == 3
     if (has_padded_columns(config) and not HAS_HEADS) or dtype == gl.float32:
@@ -109,8 +110,8 @@ def store_tile(
         if HAS_HEADS:
             first_head = work.head * config.GROUP
         else:
-            first_row += head * output.out_head_rows
-            first_head = head * output.out_head_columns
+            first_row += work.head * output.out_head_rows
+            first_head = work.head * output.out_head_columns
         for j in gl.static_range(config.HEAD_DIM // COLUMNS):
             if HAS_HEADS:
                 start = [first_row, first_head, j * COLUMNS]
@@ -126,14 +127,14 @@ def store_tile(
             box = view_box(shared.q_tail, output.out_desc, q_tile, 0, config)
             async_store(output.out_desc, start, box)
     else:
-        offset = (work.query_start + token).to(gl.int64) * output.out_stride_token
+        offset = query.to(gl.int64) * output.out_stride_token
         offset += head.to(gl.int64) * output.out_stride_head  # [WARPGROUP_M]
         for i in gl.static_range(len(acc)):
             _store_columns(
                 output.out, acc[i].to(dtype), offset, column[i], is_row, config
             )
     if output.lse is not None:
-        offset = (work.query_start + token).to(gl.int64) * output.lse_stride_token
+        offset = query.to(gl.int64) * output.lse_stride_token
         offset += head.to(gl.int64) * output.lse_stride_head
         gl.store(output.lse + offset, lse, mask=is_row)
 

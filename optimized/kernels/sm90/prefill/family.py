@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....runtime.attention_call import AttentionCall
 from ....runtime.family import KernelFamily, Role
@@ -19,11 +20,12 @@ from ..common.config import (
     choose_block_n,
     choose_consumers,
     choose_group,
+    choose_rows_per_token,
     choose_stages,
     pad_head_size,
 )
 from ..common.plan import Box
-from ..common.planes import find_planes, unsupported
+from ..common.planes import Plane, find_plane, find_planes, unsupported
 from ..common.traits import has_padded_columns
 from .packed import plan_packed
 from .plan import PrefillPlan
@@ -42,8 +44,13 @@ def supports(call: AttentionCall) -> bool:
     )
 
 
-def plan(call: AttentionCall) -> PrefillPlan:
+def plan(call: AttentionCall, may_cut_tokens: bool = True) -> PrefillPlan:
     """Return the launch plan of all calls with this call's signature, whatever their device.
+
+    Args:
+        call: the call.
+        may_cut_tokens: whether query tiles may begin within a token
+            (`Sm90Config.ROWS_PER_TOKEN`).
 
     Raises:
         NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
@@ -51,8 +58,10 @@ def plan(call: AttentionCall) -> PrefillPlan:
     planes = find_planes(call)
     if planes is None:
         raise unsupported("Hopper prefill kernel")
+    config = _make_config(call, may_cut_tokens)
+    if config.ROWS_PER_TOKEN > 1:
+        planes = _as_rows(call.query), *planes[1:3], _as_rows(call.out)
     q_plane, k_plane, v_plane, out_plane = planes
-    config = _make_config(call)
     boxes = _choose_boxes(call, config)
     # a map with a dimension of heads has the rows of one head
     k_plane, v_plane = (
@@ -85,12 +94,32 @@ def plan(call: AttentionCall) -> PrefillPlan:
         },
         constants={"config": config},
     )
-    if _has_step_of_heads(call, config):
+    if _has_step_of_heads(call, config) and config.ROWS_PER_TOKEN == 1:
         made.packed = plan_packed(made)
     return made
 
 
-def _make_config(call: AttentionCall) -> Sm90Config:
+def _as_rows(tensor: Tensor) -> Plane:
+    """Return queries or outputs as a plane of rows, one per token and head."""
+    tokens, heads, head_size = tensor.shape
+    step = tensor.stride(1)
+    plane = find_plane((tokens * heads, 1, head_size), (step, step, 1))
+    assert plane is not None
+    return plane
+
+
+def _count_rows_per_token(call: AttentionCall) -> int:
+    """Return the ROWS_PER_TOKEN of a call: more than 1 if its rows have one stride."""
+    heads = call.query.shape[1]
+    if call.key.shape[-2] > 1:
+        return 1
+    for tensor in (call.query, call.out):
+        if not tensor.stride(0) == heads * tensor.stride(1) > 0:
+            return 1
+    return choose_rows_per_token(heads)
+
+
+def _make_config(call: AttentionCall, may_cut_tokens: bool) -> Sm90Config:
     """Return the kernel's constants."""
     options: Any = call.options
     key_size, head_size = call.query.shape[-1], call.value.shape[-1]
@@ -120,6 +149,9 @@ def _make_config(call: AttentionCall) -> Sm90Config:
     )
     if not _has_step_of_heads(call, config):
         return config
+    rows = _count_rows_per_token(call) if may_cut_tokens else 1
+    if rows > 1:
+        return config._replace(ROWS_PER_TOKEN=rows)
     group_size = call.query.shape[1] // call.key.shape[-2]
     return config._replace(GROUP=choose_group(group_size))
 

@@ -38,7 +38,7 @@ def clear_padding(batch, output, cleared_tokens, config: gl.constexpr):
     out_token, out_head = _widen(output.out_stride_token, output.out_stride_head)
     lse_token, lse_head = _widen(output.lse_stride_token, output.lse_stride_head)
     for token in range(end + gl.program_id(0), cleared_tokens, gl.num_programs(0)):
-        for head in range(batch.num_heads * config.GROUP):
+        for head in range(batch.num_heads * config.GROUP * config.ROWS_PER_TOKEN):
             row = output.out + token * out_token + head * out_head
             for i in gl.static_range(
                 (config.HEAD_SIZE + BOX_COLUMNS - 1) // BOX_COLUMNS
