@@ -300,3 +300,24 @@ def test_prefills_from_int4_with_options_are_right(
     call, _ = make_call(plan, INT4, PAGES[0], torch.device("cuda"), has_lse, **options)
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("group", [1, 4, 3])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128])
+def test_fitted_queries_of_every_head_size_are_within_their_error_budget(
+    head_size: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those that are not in FITTED_HEAD_SIZES yet."""
+    monkeypatch.setattr(family, "FITTED_HEAD_SIZES", (head_size,))
+    plan = BatchPlan(
+        (70, 9, 0, 200), (170, 9, 40, 300), head_size=head_size, group=group, dtype=BF16,
+        padding=2, seed=5,
+    )  # fmt: skip
+    call, of_family = make_call(plan, INT4, APART, torch.device("cuda"), True)
+    planned = family.plan(of_family)
+    assert planned.exact is not None and planned.exact.config.FITS_QUERIES
+    lse = of_family.lse
+    assert lse is not None
+    planned.launch_prefill(of_family, 0)
+    call.assert_right(of_family.out, lse, load_implementation("reference"))

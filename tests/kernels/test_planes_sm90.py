@@ -166,11 +166,11 @@ def test_head_sizes_are_multiples_of_eight(
 def test_products_take_the_columns_of_a_head_and_few_more(head_size: int) -> None:
     """Those of a query and key are rounded up to 16; 40 columns of an accumulator to 64."""
     config = plan_sizes(head_size, head_size).config
-    tile, tail = key_columns(config, False), key_columns(config, True)
+    tile, tail = key_columns.fn(config, False), key_columns.fn(config, True)
     parts = [*tile, *((config.KEY_DIM + first, size) for first, size in tail)]
     multiplied = [first + i for first, size in parts for i in range(size)]
     assert multiplied == list(range(-(-head_size // 16) * 16))
-    acc = acc_columns(config)
+    acc = acc_columns.fn(config)
     assert [first + i for first, size in acc for i in range(size)] == list(
         range(sum(size for _, size in acc))
     )
@@ -180,7 +180,7 @@ def test_products_take_the_columns_of_a_head_and_few_more(head_size: int) -> Non
     # no part crosses from the tile into its tail
     for first, size in acc:
         assert (first < config.HEAD_DIM) == (first + size <= config.HEAD_DIM)
-    assert acc_columns(with_whole_acc(config)) == ((0, pad(head_size)),)
+    assert acc_columns.fn(with_whole_acc(config)) == ((0, pad(head_size)),)
 
 
 def pad(head_size: int) -> int:
@@ -201,8 +201,8 @@ def test_the_tiles_of_every_pair_of_head_sizes_fit_into_shared_memory(
             columns = config.KEY_DIM + config.TAIL_DIM
             columns += config.HEAD_DIM + config.V_TAIL_DIM
             elements = config.STAGES * config.BLOCK_N * columns
-            rows = count_q_stages(config) * config.CONSUMERS * WARPGROUP_M.value
-            elements += rows * sum(q_columns(config))
+            rows = count_q_stages.fn(config) * config.CONSUMERS * WARPGROUP_M.value
+            elements += rows * sum(q_columns.fn(config))
             assert 2 * elements <= 232448 - (3 << 10), config
 
 

@@ -175,7 +175,10 @@ def count_q_stages(config):
     """
     columns = config.KEY_DIM + config.TAIL_DIM + config.HEAD_DIM + config.V_TAIL_DIM
     kv_elements = config.STAGES * config.BLOCK_N * columns
-    q_elements = config.CONSUMERS * WARPGROUP_M.value * sum(q_columns(config))
+    # those of `q_columns`, which triton 3.6 would give a tuple without names
+    in_tile = max(config.KEY_DIM, config.HEAD_DIM)
+    in_tile += max(config.TAIL_DIM, config.V_TAIL_DIM)
+    q_elements = config.CONSUMERS * WARPGROUP_M.value * in_tile
     return 1 if kv_elements > 65536 or kv_elements + 2 * q_elements > 114688 else 2
 
 

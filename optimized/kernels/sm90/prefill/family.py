@@ -163,7 +163,8 @@ def _choose_boxes(call: AttentionCall, config: Sm90Config) -> tuple[Box, Box, Bo
     q_columns = columns if config.TAIL_DIM else config.KEY_DIM
     out_columns = columns if config.V_TAIL_DIM else config.HEAD_DIM
     has_padded_keys = config.KEY_SIZE < config.KEY_DIM + config.TAIL_DIM
-    has_padded_values = has_padded_columns(config)
+    # called by its function: triton 3.6 would give it a tuple without names
+    has_padded_values = has_padded_columns.fn(config)
     has_heads = _has_step_of_heads(call, config)
     # tokens and heads
     tile = (rows // config.GROUP, config.GROUP)

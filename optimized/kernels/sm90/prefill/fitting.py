@@ -32,7 +32,7 @@ def fit_queries(shared, q, q_state, config: gl.constexpr):
     gl.static_assert(config.TAIL_DIM == 0)
     BOXES: gl.constexpr = config.KEY_DIM // BOX_COLUMNS
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout(config.BLOCK_N))
-    OF_BOX: gl.constexpr = gl.SliceLayout(1, acc_layout(BOX_COLUMNS.value))
+    OF_BOX: gl.constexpr = gl.SliceLayout(1, acc_layout(BOX_COLUMNS))
     shared.q_pipe.consumer_wait(q_state)
     largest = gl.full([WARPGROUP_M], 2.0**-100, gl.float32, ROWS)
     for i in gl.static_range(BOXES):
@@ -51,16 +51,11 @@ def fit_queries(shared, q, q_state, config: gl.constexpr):
 
 @gluon.jit
 def _load_box(q, i: gl.constexpr, config: gl.constexpr):
-    """Return 64 columns of a query tile in float32, with 0 in those that no head has.
-
-    Whole boxes, because narrower ones of head sizes 80 and 96 were wrong on an H200.
-    """
-    LAYOUT: gl.constexpr = acc_layout(BOX_COLUMNS.value)
+    """Return 64 columns of a query tile in float32, with 0 in those that no head has."""
+    LAYOUT: gl.constexpr = acc_layout(BOX_COLUMNS)
     box = select_columns(q, i * BOX_COLUMNS, BOX_COLUMNS).load(LAYOUT)
     numbers = box.to(gl.bfloat16, bitcast=True).to(gl.float32)
     if (i + 1) * BOX_COLUMNS > config.KEY_SIZE:
-        column = i * BOX_COLUMNS + gl.arange(
-            0, BOX_COLUMNS.value, gl.SliceLayout(0, LAYOUT)
-        )
+        column = i * BOX_COLUMNS + gl.arange(0, BOX_COLUMNS, gl.SliceLayout(0, LAYOUT))
         numbers = gl.where((column < config.KEY_SIZE)[None, :], numbers, 0.0)
     return numbers

@@ -38,7 +38,8 @@ class PrefillPlan(Sm90Plan):
     @property
     def clears_padding(self) -> bool:
         """Whether `launch_prefill` without short rows clears the rows of no request."""
-        return clears_padding(self.config)
+        # called by its function: triton 3.6 would give it a tuple without names
+        return bool(clears_padding.fn(self.config))
 
     def is_chosen(self, max_query_len: int) -> bool:
         """Return whether this plan computes requests of at most so many tokens."""
