@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernel_faults import Fault, changed_kernels
 from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value, lift
@@ -89,6 +90,24 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
     torch.testing.assert_close(out, right, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
     assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
+
+
+def test_an_encoder_with_a_window_to_both_sides_is_computed_by_the_kernel_for_hopper(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 heads of 64 and 64 keys on each side are those of ModernBERT."""
+    lens = 150, 40
+    starts = torch.tensor([0, 150, 190], dtype=torch.int32)
+    query, key, value = torch.randn(3, 190, 12, 64).half()
+    given = (query, key, value, starts, starts, max(lens), max(lens))
+    options = AttentionOptions(causal=False, sliding_window=65)
+    with pretend_hopper(monkeypatch) as launches:
+        out = TWINS["optimized"].raw.encoder_attention(*given, options=options)
+    assert launches.made == ["prefill_kernel"]
+    right = reference.encoder_attention(
+        *given, options=options, compute_dtype=torch.float64
+    )
+    torch.testing.assert_close(out.double(), right.double(), atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ If queries and keys have a variance of 1, it is the standard deviation of the sc
 up to 0.4 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
 one of 25."""
 FITTED_HEAD_SIZES = (64,)
-"""Head sizes of the bfloat16 queries that are fitted to float16. Others were not right on an H200 (80
-and 96) or not tried (128) with an earlier kernel, and are not tried with this one."""
+"""Head sizes of the bfloat16 queries that are fitted to float16. With an earlier kernel others were
+not right on an H200 (80 and 96) or not tried (128). None of them is tried with this one."""
 
 
 def supports(call: AttentionCall) -> bool:
