@@ -438,6 +438,9 @@ CASES = {
     "cascade, head size 112": Case("cascade", plan_of((3, 1), (280, 300), 112, kv_heads=2)),
     "cascade, not causal, head size 192": Case(
         "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}, value_size=128),
+    "prefill, keys of 152, values of 40, padding": Case(
+        "prefill", plan_of((47,), (115,), 152, dtype=FP16, padding=3), value_size=40
+    ),
     "prefill, head size 160, whole tiles, padding": Case(
         "prefill", plan_of((128, 70), (300, 90), 160, dtype=FP16, group=1, padding=3)
     ),
