@@ -28,6 +28,7 @@ import gpu_runs
 import ladder_table
 import latent_table
 import law_table
+import model_table
 import mutant_table
 import operator_table
 import option_table
@@ -375,6 +376,7 @@ MACROS: dict[str, Callable[..., str]] = {
         family_table.real_weights_table,
         error_examples.error_examples,
         fit_table.fit_table,
+        model_table.model_sizes,
         option_table.option_arguments,
         option_table.option_runs,
         option_table.option_table,

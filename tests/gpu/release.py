@@ -39,7 +39,7 @@ KERNEL_TESTS = (
     " warm_up conformance_fatal"
 )
 SANITIZED = (
-    "portable short append segments cascade prefix hopper unaligned packed token-tiles wide"
+    "portable short append segments cascade prefix hopper unaligned packed copied token-tiles wide"
     " invariant fp8 codes latent portable-latent"
 )
 SHARED, OWN, ALL = "shares a GPU", "a GPU of its own", "all GPUs"

@@ -39,7 +39,7 @@ FAR = 2**30
 
 
 class Batch(NamedTuple):
-    """One batch, in blocks of 16 slots.
+    """One batch of a paged cache.
 
     Args:
         query_lens, seq_lens: new tokens and keys of each request.
@@ -52,6 +52,7 @@ class Batch(NamedTuple):
             cascade attention.
         is_latent: whether the values are the first columns of the keys.
         form: the cache format, with scales that its write measures. None: `stored` has numbers.
+        block_size: slots of a block.
     """
 
     query_lens: Sequence[int]
@@ -66,6 +67,7 @@ class Batch(NamedTuple):
     shared_prefix: int = 0
     is_latent: bool = False
     form: str | None = None
+    block_size: int = 16
 
 
 class Group(NamedTuple):
@@ -176,6 +178,8 @@ GROUPS = {
             # without a decode launch: the kernel clears the padding
             Batch([130], [260]),
             Batch([130], [260], head_size=96),
+            Batch(*LONG, {"causal": False, "sliding_window": 50}),
+            Batch(*LONG, block_size=8),
         ),
         ("sm90.prefill.kernel.prefill_kernel",),
     ),
@@ -186,6 +190,9 @@ GROUPS = {
                 (96, {"sliding_window": 50}),
                 (80, {"logits_soft_cap": 20.0}),
                 (112, {}),
+                (24, {}),
+                (160, {}),
+                (200, {"sliding_window": 50}),
             )
         ),
         ("sm90.prefill.kernel.prefill_kernel",),
@@ -197,8 +204,17 @@ GROUPS = {
             Batch([130, 33, 1], [260, 90, 40], heads=8, kv_heads=1),
             Batch([130, 33], [260, 90], heads=16, kv_heads=1, head_size=64),
             Batch(*LONG, heads=4, kv_heads=4),
+            # tiles that begin within a token
+            Batch([40, 9], [60, 140], heads=71, kv_heads=1, head_size=64),
         ),
         ("sm90.prefill.kernel.prefill_kernel",),
+    ),
+    "copied": Group(
+        (Batch(*LONG, block_size=1), Batch(*LONG, block_size=12, head_size=80)),
+        (
+            "sm90.code_prefill.kernel.upcast_kernel",
+            "sm90.prefill.kernel.prefill_kernel",
+        ),
     ),
     "token-tiles": Group(
         (
@@ -294,16 +310,17 @@ def run_batch(batch: Batch, device: str) -> Tensor:
     """Return the output of a batch, with two padding tokens, after two equal calls."""
     torch.manual_seed(0)
     tokens, stored = sum(batch.query_lens) + 2, batch.stored or batch.dtype
-    num_blocks = [-(-seq_len // 16) for seq_len in batch.seq_lens]
+    block_size = batch.block_size
+    num_blocks = [-(-seq_len // block_size) for seq_len in batch.seq_lens]
     block_table = torch.full(
         (len(num_blocks), max(num_blocks) + 1), FAR, dtype=torch.int32
     )
     ids = torch.randperm(sum(num_blocks)).int().split(num_blocks)
     for row, own in zip(block_table, ids, strict=True):
         row[: len(own)] = own
-    shared_blocks = batch.shared_prefix // 16
+    shared_blocks = batch.shared_prefix // block_size
     block_table[:, :shared_blocks] = block_table[0, :shared_blocks].clone()
-    shape = (sum(num_blocks), 16, batch.kv_heads)
+    shape = (sum(num_blocks), block_size, batch.kv_heads)
     sizes = (batch.head_size, batch.value_size or batch.head_size)
     key, value = (torch.randn(*shape, size).to(device, stored) for size in sizes)
     if batch.is_latent:

@@ -72,7 +72,9 @@ def check_segments() -> None:
     for (query_lens, kv_lens), window, num_segments in itertools.product(
         SHAPES.values(), (0, 200), (1, 4, 13)
     ):
-        config = Sm90Config(128, 128, 16, 128, 2, True, window, GROUP=4, SPLIT_TILES=1)
+        config = Sm90Config(
+            128, 128, 128, 128, 16, 128, 2, True, window, GROUP=4, SPLIT_TILES=1
+        )
         items = run_segments(query_lens, kv_lens, num_segments, config)
         found: dict[int, list[tuple[int, int, int, range]]] = {}
         for segment, work in items:
@@ -170,7 +172,7 @@ def test_the_cost_model_cuts_query_tiles_as_the_kernel_does(
     reqs: int, query_len: int, kv_len: int, num_segments: int
 ) -> None:
     """Its partial results are an upper bound, and exact if no query tile is cut unevenly."""
-    config = Sm90Config(128, 128, 16, 128, 2, False, GROUP=4, SPLIT_TILES=1)
+    config = Sm90Config(128, 128, 128, 128, 16, 128, 2, False, GROUP=4, SPLIT_TILES=1)
     items = run_segments((query_len,) * reqs, (kv_len,) * reqs, num_segments, config)
     parts = Counter(work.query_start for _, work in items)
     tiles, kv_tiles = reqs * -(-query_len // 32), -(-kv_len // 128)

@@ -28,7 +28,7 @@ def test_the_work_items_are_each_query_tile_of_each_head_and_split(
     tokens: int, split_len: int
 ) -> None:
     heads, tile_tokens, prefix_len = 3, 32, 912
-    config = Sm90Config(128, 128, 16, 128, 2, True, GROUP=4)
+    config = Sm90Config(128, 128, 128, 128, 16, 128, 2, True, GROUP=4)
     works: list[Any] = []
     with interpret_gluon():
         prefix = PrefixSizes(tokens, prefix_len, split_len, heads)

@@ -1,14 +1,15 @@
 """Prefills from caches with a scale per token and head on Hopper chips: conversion, results."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.cases.options import Call, paged_call
 from pagetwin.conformance.checks.coded_caches import APART, PAGES, coded_call
-from pagetwin.conformance.checks.dense import same_bits
+from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.cache_formats import FORMATS, CacheFormat
 from pagetwin.contract.operations import load_implementation
 from pagetwin.optimized.dispatch.choice import make_attention_plan
@@ -17,7 +18,8 @@ from pagetwin.optimized.kernels.sm90.code_prefill.kernel import BLOCK
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.reference import gather_cache
 from support.hopper_codes import to_family
-from support.sm90_calls import needs_hopper
+from support.sm90_calls import build, launched, needs_hopper, planned, to_call
+from support.twins import Twin
 from torch import Tensor
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -124,6 +126,54 @@ def test_keys_before_a_window_become_0(device: torch.device) -> None:
         rows = cache.flatten(0, 1)[:261]
         assert not rows[BLOCK.value : first].any()
         assert rows[first:].any(-1).all()
+
+
+def make_copied(
+    block_size: int, layout: str, dtype: torch.dtype, device: str
+) -> tuple[BatchTensors, AttentionCall]:
+    """Return a batch whose blocks TMA does not load, and its call."""
+    plan = BatchPlan(
+        (17, 130, 0, 40), (300, 261, 40, 128), head_size=80, group=4, dtype=dtype,
+        block_size=block_size, layout=layout, needle="block edge",
+    )  # fmt: skip
+    batch = build(plan, device)
+    return batch, to_call(batch, *batch.fresh())
+
+
+COPIED = [(1, "separate"), (4, "hnd"), (12, "interleaved"), (16, "padded")]
+
+
+@pytest.mark.usefixtures("without_native_fp8")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize(("block_size", "layout"), COPIED)
+def test_blocks_of_any_size_are_copied_bit_for_bit(
+    block_size: int, layout: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    batch, call = make_copied(block_size, layout, dtype, device.type)
+    found, _, scales, factors = family.plan(call).convert(call, 0)
+    assert scales == (None, None) and factors is None
+    assert found.block_table is not None
+    for req, length in enumerate(batch.plan.kv_lens):
+        if not batch.plan.query_lens[req]:
+            continue
+        copied, rows = found.block_table[req].long(), batch.rows[req]
+        for before, after in ((call.key, found.key), (call.value, found.value)):
+            expected = before[rows].flatten(0, 1)[:length]
+            assert same_bits(after[copied].flatten(0, 1)[:length], expected)
+
+
+@needs_hopper
+@pytest.mark.parametrize(("block_size", "layout"), COPIED)
+def test_rows_over_copied_blocks_are_within_their_error_budget(
+    block_size: int, layout: str, reference: Twin
+) -> None:
+    batch, call = make_copied(block_size, layout, BF16, "cuda")
+    out, lse = call.out, call.lse
+    assert lse is not None
+    launched(partial(planned(family, call).launch_prefill, call, 0), out, lse)
+    verdict, exact_lse = judge_attention(batch, out, reference)
+    assert verdict.ok, verdict
+    assert judge_lse(batch, lse, exact_lse) <= 1
 
 
 @pytest.mark.usefixtures("without_native_fp8")
@@ -250,3 +300,24 @@ def test_prefills_from_int4_with_options_are_right(
     call, _ = make_call(plan, INT4, PAGES[0], torch.device("cuda"), has_lse, **options)
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))
+
+
+@needs_hopper
+@pytest.mark.parametrize("group", [1, 4, 3])
+@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128])
+def test_fitted_queries_of_every_head_size_are_within_their_error_budget(
+    head_size: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of those that are not in FITTED_HEAD_SIZES yet."""
+    monkeypatch.setattr(family, "FITTED_HEAD_SIZES", (head_size,))
+    plan = BatchPlan(
+        (70, 9, 0, 200), (170, 9, 40, 300), head_size=head_size, group=group, dtype=BF16,
+        padding=2, seed=5,
+    )  # fmt: skip
+    call, of_family = make_call(plan, INT4, APART, torch.device("cuda"), True)
+    planned = family.plan(of_family)
+    assert planned.exact is not None and planned.exact.config.FITS_QUERIES
+    lse = of_family.lse
+    assert lse is not None
+    planned.launch_prefill(of_family, 0)
+    call.assert_right(of_family.out, lse, load_implementation("reference"))

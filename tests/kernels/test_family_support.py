@@ -20,6 +20,8 @@ from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.kernels.sm90.latent import family as latent
 from pagetwin.optimized.kernels.sm90.prefill import family as prefill
 from pagetwin.optimized.runtime.attention_call import AttentionCall
+from pagetwin.tools.bench.models import CHECKPOINTS
+from pagetwin.tools.bench.models import FAMILIES as MODELS
 from support.supported_calls import BF16, make_call
 from torch import Tensor
 
@@ -54,6 +56,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "prefill": (prefill, {}),
     "prefill of ragged keys": (prefill, {"is_paged": False}),
     "FP8 prefill": (code_prefill, {"dtype": FP8, "options": SCALED}),
+    "prefill of copied blocks": (code_prefill, {"slots": 12}),
     "FP8 decode": (code_decode, {"dtype": FP8, "options": SCALED}),
     "append": (append, {}),
     "invariant": (invariant, {"options": {"batch_invariant": True}}),
@@ -209,9 +212,11 @@ EACH |= shapes("padding", 16)
 GROUPS = shapes("heads", 2, 6, 10, 48, 128) | shapes("kv_heads", 1, 2, 4)
 # a query tile has all heads of a group, 64 at most, or one
 LARGE_GROUPS = shapes("heads", 256)
-HEAD_SIZES = shapes("size", 64, 80, 96, 112, 256) | shapes("value_size", 128)
-# a box of 16 rows or more does not cross a block
-SLOTS = shapes("slots", 16, 48, 64)
+HEAD_SIZES = shapes("size", 32, 64, 72, 80, 96, 112, 160, 192, 256)
+HEAD_SIZES |= shapes("value_size", 64, 128, 256)
+# a box of 8 rows or more does not cross a block
+SLOTS = shapes("slots", 8, 16, 24, 48, 64)
+SLOTS_OF_16 = shapes("slots", 16, 48, 64)
 PADDED = shapes("padding", 8)
 IS_E5M2 = {"cache is float8_e5m2"}
 MASKS = {"sliding_window = 5", "attention_chunk_size = 5"}
@@ -227,16 +232,22 @@ ACCEPTED = {
         | VARIES | WIDE
     ),
     "prefill of ragged keys": (
-        OF_CALL | RAGGED | SLOTS | shapes("slots", 8, 24) | LARGE_GROUPS | MASKS | SCORES
+        OF_CALL | RAGGED | SLOTS | LARGE_GROUPS | MASKS | SCORES
         | MAY_BE_CAUSAL | VARIES | WIDE
     ),
     # the cache is converted by a kernel that loads single elements of any strides and addresses
     "FP8 prefill": (
         begins("key value cache", 1, 8) | OF_CALL | OF_TABLE | strides("block_table", 1)
         | {stride for axis in range(4) for stride in strides("key value cache", axis)}
-        | SLOTS | shapes("slots", 8, 24) | {"cache has 1 more in axis 1"} | IS_E5M2
+        | SLOTS | {"cache has 1 more in axis 1"} | IS_E5M2
         | shapes("padding", 4)
         | LARGE_GROUPS | MASKS | SCORES | SCALES | MAY_BE_CAUSAL | VARIES | WIDE
+    ),
+    "prefill of copied blocks": (
+        begins("key value cache", 1, 8) | OF_CALL | OF_TABLE | strides("block_table", 1)
+        | {stride for axis in range(4) for stride in strides("key value cache", axis)}
+        | {"cache has 1 more in axis 1"} | shapes("padding", 4)
+        | LARGE_GROUPS | MASKS | SCORES | MAY_BE_CAUSAL | VARIES | WIDE
     ),
     # only keys and values are loaded 16 bytes at a time
     "FP8 decode": (
@@ -246,7 +257,7 @@ ACCEPTED = {
         | strides("key value cache", 0, "0", "* 2", "/ 2")
         | strides("key value cache", 1, "0", "* 2", "/ 2")
         | strides("key value cache", 2, "0", "* 2", "/ 2")
-        | EACH | SLOTS | IS_E5M2 | shapes("heads", 2, 6, 10) | shapes("kv_heads", 1, 2, 4)
+        | EACH | SLOTS_OF_16 | IS_E5M2 | shapes("heads", 2, 6, 10) | shapes("kv_heads", 1, 2, 4)
         | shapes("size", 64) | shapes("value_size", 64, 128)
         | {"query is float16", "out is float16"}
         | {f"lse is {lse_dtype}" for lse_dtype in LSE_DTYPES}
@@ -268,7 +279,8 @@ ACCEPTED = {
         | strides("out", 1, "0", "+ 8", "* 2", "/ 2")
         | begins("cache", 8) | strides("cache", 0, "0", "* 2", "/ 2")
         | strides("cache", 1, "* 2") | strides("cache", 2)
-        | EACH | PADDED | SLOTS | shapes("heads", 2, 6, 10, 48, 128, 256) | shapes("kv_heads", 1)
+        | EACH | PADDED | SLOTS_OF_16 | shapes("heads", 2, 6, 10, 48, 128, 256)
+        | shapes("kv_heads", 1)
         | shapes("size", 576) | shapes("value_size", 512) | IS_CAUSAL | VARIES
     ),
 }  # fmt: skip
@@ -283,6 +295,38 @@ def test_a_family_accepts_these_changes_of_a_call_and_rejects_all_others(
     accepted = find_accepted(family, given)
     assert accepted - ACCEPTED[name] == set(), "wrong rows"
     assert ACCEPTED[name] - accepted == set(), "not rejected before"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("slots", [0, 1, 8, 16])
+def test_models_have_a_prefill_kernel_for_hopper_unless_their_head_sizes_are_other_ones(
+    slots: int, causal: bool
+) -> None:
+    """Of a group, a window and blocks of any size, or without a cache."""
+    portable = set()
+    for shape in (*CHECKPOINTS, *MODELS):
+        call = make_call(
+            is_paged=slots > 0,
+            slots=slots or 16,
+            size=shape.key_size,
+            value_size=shape.value_size,
+            heads=2 * shape.group,
+            kv_heads=2,
+            options={"causal": causal, "sliding_window": shape.window or None},
+        )
+        families = [code_prefill if slots == 1 else prefill]
+        if causal and slots > 1 and shape.group <= 64:
+            families.append(append)
+        are_supported = {family.supports(call) for family in families}
+        sizes = shape.key_size, shape.value_size
+        fits = all(size % 8 == 0 and size <= 256 for size in sizes)
+        assert are_supported == {fits}, shape
+        if not fits:
+            portable.add(sizes)
+    assert portable == {
+        (size, size) for size in (15, 21, 36, 42, 73, 82, 464, 512, 1024)
+    }
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -109,11 +109,11 @@ def test_calls_that_the_prefill_kernel_does_not_take_have_no_plan() -> None:
     unsupported: list[dict[str, Any]] = [
         {"alibi_slopes": torch.ones(8)},
         {"batch_invariant": True},
-        {"sliding_window": 8, "causal": False},
+        {"position_bias": torch.ones(8, 9)},
     ]
     for given in unsupported:
         assert not is_planned(batch, replace(options, **given)), given
-    other = make_batch(replace(plan, head_size=32), device="cpu")
+    other = make_batch(replace(plan, head_size=36), device="cpu")
     assert not is_planned(other, make_options(other))
 
 

@@ -158,8 +158,8 @@ def check_all_splits() -> None:
             lens = shapes if group < 64 else [(1, 700), (9, 9), (21, 514)]
             for causal in (True, False) if not window else (True,):
                 config = Sm90Config(
-                    head_dim, head_dim, 16, block_n, 2, causal, window, GROUP=group,
-                    SPLIT_TILES=2, CONSUMERS=choose_consumers(head_dim, True),
+                    *[head_dim] * 4, 16, block_n, 2, causal, window, GROUP=group,
+                    SPLIT_TILES=2, CONSUMERS=choose_consumers(head_dim, head_dim, True),
                 )  # fmt: skip
                 found, _ = find_items(config, lens, (1, 2, 4))
                 for _, items in itertools.groupby(found, lambda item: item[:3]):

@@ -10,14 +10,23 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan
 from pagetwin.conformance.cases.batches import build as build_alike
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.cascade import family as cascade
 from pagetwin.optimized.kernels.sm90.common import planes
 from pagetwin.optimized.kernels.sm90.common.config import (
     NARROW_TILE_KEYS,
     WARPGROUP_M,
     choose_group,
+    with_whole_acc,
 )
 from pagetwin.optimized.kernels.sm90.common.planes import Plane, find_plane
+from pagetwin.optimized.kernels.sm90.common.traits import (
+    acc_columns,
+    count_q_stages,
+    key_columns,
+    q_columns,
+)
 from pagetwin.optimized.kernels.sm90.prefill import family
+from pagetwin.optimized.kernels.sm90.prefill.plan import PrefillPlan
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from support.compile_prefill_sm90 import BF16
 from support.sm90_calls import build, check_supported, to_call
@@ -90,7 +99,7 @@ def test_blocks_that_a_box_would_cross_are_not_supported(
 ) -> None:
     query = torch.zeros(8, 8, 128, dtype=BF16)
     starts = torch.tensor([0, 8], dtype=torch.int32)
-    for block_size, is_supported in ((16, True), (48, True), (24, False), (8, False)):
+    for block_size, is_supported in ((16, True), (24, True), (8, True), (12, False)):
         keys = torch.zeros(2, block_size, 2, 128, dtype=BF16)
         call = AttentionCall(
             query, keys, keys, torch.zeros(1, 2, dtype=torch.int32), starts, starts[1:],
@@ -111,34 +120,94 @@ def test_an_option_is_noticed_whatever_its_value(given: dict[str, Any]) -> None:
     assert others(AttentionOptions(**given)).count(None) == count - 1
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", ["sliding_window", "attention_chunk_size"])
-def test_windows_and_chunks_are_supported_if_the_call_is_causal(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_windows_and_chunks_are_supported_except_over_the_prefix_of_a_cascade(
+    name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
     batch = build(BatchPlan((8,), (8,), head_size=128, dtype=BF16))
-    for causal in (True, False):
-        options = AttentionOptions(causal=causal, **{name: 5})
-        call = to_call(batch, *batch.fresh(), options)
-        assert family.supports(call) == causal
+    options = AttentionOptions(causal=causal, **{name: 5})
+    call = to_call(batch, *batch.fresh(), options)
+    monkeypatch.setattr(family, "is_hopper", lambda device: True)
+    monkeypatch.setattr(cascade, "is_hopper", lambda device: True)
+    assert family.supports(call)
+    assert not cascade.supports(call)
+    assert cascade.supports(call._replace(options=AttentionOptions(causal=causal)))
 
 
-@pytest.mark.parametrize("head_size", [32, 64, 80, 88, 96, 112, 128, 192, 256])
-def test_a_head_is_computed_in_tiles_of_a_power_of_two(
+def plan_sizes(key_size: int, value_size: int, **options: Any) -> PrefillPlan:
+    """Return the plan of a causal call with such head sizes, with the options of each family."""
+    size = max(key_size, value_size)
+    batch = build_alike(BatchPlan((8,), (8,), head_size=size, dtype=BF16))
+    batch = replace(
+        batch,
+        query=batch.query[..., :key_size],
+        key_cache=batch.key_cache[..., :key_size],
+        value_cache=batch.value_cache[..., :value_size],
+    )
+    out, lse = batch.fresh()
+    call = to_call(
+        batch, out[..., :value_size], lse, AttentionOptions(causal=True, **options)
+    )
+    return family.plan(call)
+
+
+@pytest.mark.parametrize("head_size", [4, 12, *range(8, 257, 8), 264])
+def test_head_sizes_are_multiples_of_eight(
     head_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
     batch = build_alike(BatchPlan((8,), (8,), head_size=head_size, dtype=BF16))
     call = to_call(batch, *batch.fresh())
-    assert family.supports(call) == (head_size in planes.HEAD_SIZES)
-    if head_size in planes.HEAD_SIZES:
-        config = family.plan(call).constants["config"]
-        assert head_size == config.HEAD_SIZE
-        assert config.HEAD_DIM in (64, 128, 256) and 2 * head_size > config.HEAD_DIM
+    is_supported = head_size % 8 == 0 and head_size <= 256
+    check_supported(family, call, is_supported, monkeypatch)
+
+
+@pytest.mark.parametrize("head_size", range(8, 257, 8))
+def test_products_take_the_columns_of_a_head_and_few_more(head_size: int) -> None:
+    """Those of a query and key are rounded up to 16; 40 columns of an accumulator to 64."""
+    config = plan_sizes(head_size, head_size).config
+    tile, tail = key_columns.fn(config, False), key_columns.fn(config, True)
+    parts = [*tile, *((config.KEY_DIM + first, size) for first, size in tail)]
+    multiplied = [first + i for first, size in parts for i in range(size)]
+    assert multiplied == list(range(-(-head_size // 16) * 16))
+    acc = acc_columns.fn(config)
+    assert [first + i for first, size in acc for i in range(size)] == list(
+        range(sum(size for _, size in acc))
+    )
+    assert len(acc) <= 3 and all(size in (16, 32, 64, 128, 256) for _, size in acc)
+    columns = sum(size for _, size in acc)
+    assert head_size <= columns <= max(16, head_size * 8 // 5)
+    # no part crosses from the tile into its tail
+    for first, size in acc:
+        assert (first < config.HEAD_DIM) == (first + size <= config.HEAD_DIM)
+    assert acc_columns.fn(with_whole_acc(config)) == ((0, pad(head_size)),)
+
+
+def pad(head_size: int) -> int:
+    """Return the columns of an accumulator that has one part."""
+    return next(size for size in (64, 128, 256) if head_size <= size)
+
+
+@pytest.mark.parametrize("key_size", [8, 64, 72, 96, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize("value_size", [8, 64, 72, 96, 104, 128, 136, 192, 200, 256])
+def test_the_tiles_of_every_pair_of_head_sizes_fit_into_shared_memory(
+    key_size: int, value_size: int
+) -> None:
+    """Of a block's 232,448 bytes, 3 KiB are left to work items and mbarriers."""
+    for window in (0, 100):
+        options = {"sliding_window": window} if window else {}
+        base = plan_sizes(key_size, value_size, **options).config
+        for config in (base, with_whole_acc(base)):
+            columns = config.KEY_DIM + config.TAIL_DIM
+            columns += config.HEAD_DIM + config.V_TAIL_DIM
+            elements = config.STAGES * config.BLOCK_N * columns
+            rows = count_q_stages.fn(config) * config.CONSUMERS * WARPGROUP_M.value
+            elements += rows * sum(q_columns.fn(config))
+            assert 2 * elements <= 232448 - (3 << 10), config
 
 
 @pytest.mark.parametrize("has_heads_first", [False, True])
-@pytest.mark.parametrize("head_size", [80, 96, 112])
+@pytest.mark.parametrize("head_size", [24, 80, 96, 112, 160, 200])
 def test_the_maps_of_padded_heads_address_each_element_and_no_padding(
     head_size: int, has_heads_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,28 +237,13 @@ def test_the_maps_of_padded_heads_address_each_element_and_no_padding(
             assert address == sum(i * stride for i, stride in expected)
 
 
-@pytest.mark.parametrize(
-    ("head_size", "value_size", "is_supported"),
-    [(192, 128, True), (192, 64, False), (128, 64, False), (256, 128, False)],
-)
-def test_values_may_be_narrower_than_keys_of_head_size_192(
-    head_size: int,
-    value_size: int,
-    is_supported: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(family, "is_hopper", lambda device: True)
-    batch = build_alike(BatchPlan((8,), (8,), head_size=head_size, dtype=BF16))
-    batch = replace(batch, value_cache=batch.value_cache[..., :value_size])
-    call = to_call(batch, *batch.fresh())
-    assert family.supports(call) == is_supported
-    if is_supported:
-        plan = family.plan(call)
-        config = plan.constants["config"]
-        assert head_size == config.HEAD_DIM + config.TAIL_DIM
-        assert config.HEAD_SIZE == config.HEAD_DIM == value_size
-        # queries in columns of 64, outputs in rows of a value
-        assert plan.boxes[0] == (64, 64) and plan.boxes[3] == (64, value_size)
+def test_keys_of_192_and_values_of_128_have_maps_of_rows_and_columns() -> None:
+    plan = plan_sizes(192, 128)
+    config = plan.config
+    assert (config.KEY_DIM, config.TAIL_DIM) == (128, 64)
+    assert (config.HEAD_DIM, config.V_TAIL_DIM) == (128, 0)
+    # queries in columns of 64, outputs in rows of a value
+    assert plan.boxes[0] == (64, 64) and plan.boxes[3] == (64, 128)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +258,8 @@ def test_values_may_be_narrower_than_keys_of_head_size_192(
         (64, {"sliding_window": 9999, "attention_chunk_size": 100}, 64),
         (80, {"sliding_window": 100}, 128),
         (128, {"sliding_window": 100}, 128),
+        (160, {}, 64),
+        (192, {}, 128),
         (256, {}, 64),
     ],
 )
@@ -249,6 +305,42 @@ def test_a_query_tile_has_the_heads_of_a_kv_head_if_their_number_divides_its_row
     shared = batch.query[:, :1].expand(batch.query.shape)
     made = family.plan(to_call(replace(batch, query=shared), *batch.fresh()))
     assert made.constants["config"].GROUP == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "fused", "rows_per_token"),
+    [
+        (71, 1, False, 71), (48, 1, False, 48), (128, 1, False, 128),
+        # whole tokens fill a tile, or most of it
+        (64, 1, False, 1), (32, 1, False, 1), (24, 1, False, 1),
+        # rows have several strides
+        (71, 2, False, 1), (71, 1, True, 1),
+    ],
+)  # fmt: skip
+def test_many_heads_of_one_kv_head_are_rows_of_one_stride(
+    group: int, kv_heads: int, fused: bool, rows_per_token: int
+) -> None:
+    plan = BatchPlan(
+        (9,),
+        (9,),
+        group=group,
+        kv_heads=kv_heads,
+        head_size=64,
+        dtype=BF16,
+        fused=fused,
+    )
+    batch = build(plan)
+    call = to_call(batch, *batch.fresh())
+    made = family.plan(call)
+    assert rows_per_token == made.config.ROWS_PER_TOKEN
+    assert family.plan(call, may_cut_tokens=False).config.ROWS_PER_TOKEN == 1
+    if rows_per_token == 1:
+        return
+    assert made.config.GROUP == 1 and made.packed is None
+    # of a call with other tokens than the first one
+    query = torch.zeros(11, group, 64, dtype=BF16)
+    found = made.describe(0, query, made.extra_rows(query, call.key)[0])
+    assert list(found.shape) == [11 * group, 64] and list(found.strides) == [64, 1]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "heads first", "padded rows"])

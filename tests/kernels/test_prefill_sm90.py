@@ -13,7 +13,6 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan, BatchTensors
 from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_bits
 from pagetwin.contract.attention_options import AttentionOptions
-from pagetwin.optimized.kernels.sm90.common import planes
 from pagetwin.optimized.kernels.sm90.common.config import (
     NARROW_TILE_KEYS,
     WARPGROUP_M,
@@ -27,6 +26,7 @@ from support.sm90_calls import (
     NAN,
     assert_right,
     build,
+    build_sizes,
     check_captured_batches,
     make_options,
     make_plan,
@@ -67,7 +67,11 @@ def test_the_assembler_lets_products_and_softmax_overlap(
         is_invariant = "batch_invariant" in case.options
         is_split = is_invariant or case.is_append
         assert line["spilled"] <= (288 if is_split else 256), line
-        consumers = choose_consumers(case.head_size, is_split or case.is_prefix)
+        consumers = choose_consumers(
+            case.head_size,
+            case.value_size or case.head_size,
+            is_split or case.is_prefix,
+        )
         if case.is_append and case.max_query_len * case.group <= WARPGROUP_M.value:
             consumers = 1
         # pairs of neighbours: 32 bits of an output, 64 bits of a partial result
@@ -115,6 +119,10 @@ BATCHES = {
         (2,) * 70 + (100,), (5,) * 70 + (300,), needle="first new"
     ),
     "blocks of 48": BatchPlan((150,), (333,), block_size=48, needle="block edge"),
+    "blocks of 8": BatchPlan((150,), (333,), block_size=8, needle="block edge"),
+    "blocks of 24, heads before slots": BatchPlan(
+        (150, 66), (333, 66), block_size=24, layout="hnd", needle="block edge"
+    ),
     "blocks of 64": BatchPlan((150, 9), (333, 70), block_size=64),
     "blocks of 256": BatchPlan(
         (150, 9), (600, 70), block_size=256, needle="block edge"
@@ -134,18 +142,51 @@ BATCHES = {
     "eight heads to one": BatchPlan((150, 7), (333, 9), group=8, padding=3),
     "sixty-four heads to one": BatchPlan((35, 9), (200, 9), group=64, kv_heads=1),
     "seven heads to one": BatchPlan((150,), (333,), group=7, kv_heads=1, padding=3),
+    "seventy-one heads to one": BatchPlan(
+        (35, 1, 0, 150), (200, 9, 40, 151), group=71, kv_heads=1, fused=False, padding=3
+    ),
+    "forty-eight heads to one": BatchPlan(
+        (35, 9), (200, 9), group=48, kv_heads=1, fused=False, needle="last"
+    ),
     "a large scale": BatchPlan((150,), (333,), scale=1.0, spare_max=7),
 }
 
 
+EVERY_SIZE = (
+    8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128, 136, 144, 160, 168, 184,
+    192, 200, 208, 224, 240, 256,
+)  # fmt: skip
+"""Head sizes, with each shape of tiles and of parts of products and accumulators."""
+
+
 @needs_hopper
-@pytest.mark.parametrize("head_size", [*planes.HEAD_SIZES, 192])
+@pytest.mark.parametrize("head_size", EVERY_SIZE)
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_row_is_within_its_error_budget(
     name: str, head_size: int, reference: Twin
 ) -> None:
     plan = replace(BATCHES[name], head_size=head_size, dtype=BF16)
     assert_right(build(plan, "cuda"), reference)
+
+
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "name", ["ragged", "four heads to one", "seven heads to one", "heads before slots"]
+)
+@pytest.mark.parametrize(
+    ("key_size", "value_size"),
+    [
+        (192, 128), (192, 192), (128, 64), (64, 128), (96, 64), (256, 128), (64, 256),
+        (160, 96), (72, 200), (136, 40), (200, 160),
+    ],
+)  # fmt: skip
+def test_keys_and_values_of_different_sizes_are_within_their_error_budget(
+    key_size: int, value_size: int, name: str, causal: bool, reference: Twin
+) -> None:
+    plan = replace(BATCHES[name], dtype=BF16, needle="none")
+    batch = build_sizes(plan, key_size, value_size, "cuda")
+    assert_right(batch, reference, options=AttentionOptions(causal=causal))
 
 
 @needs_hopper
@@ -194,6 +235,47 @@ def test_every_row_of_a_call_with_options_is_within_its_error_budget(
     )
     batch = build(plan, "cuda")
     assert_right(batch, reference, options=make_options(batch, OPTIONS[name]))
+
+
+@needs_hopper
+@pytest.mark.parametrize("head_size", [64, 96, 128, 160, 256])
+@pytest.mark.parametrize("group", [1, 7, 8])
+@pytest.mark.parametrize("needle", ["none", "first new", "tile edge"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sliding_window": 1},
+        {"sliding_window": 65},
+        {"sliding_window": 150, "sinks": True},
+        {"sliding_window": 330},
+        {"attention_chunk_size": 100},
+        {"sliding_window": 40, "attention_chunk_size": 150},
+    ],
+)
+def test_windows_and_chunks_to_both_sides_are_within_their_error_budget(
+    given: dict[str, Any], needle: str, group: int, head_size: int, reference: Twin
+) -> None:
+    """From a cache, and ragged keys give the same bits."""
+    plan = BatchPlan(
+        (1, 200, 0, 77, 129, 300),
+        (50, 200, 40, 300, 129, 700),
+        group=group,
+        head_size=head_size,
+        dtype=BF16,
+        needle=needle,
+    )
+    batch = build(plan, "cuda")
+    options = replace(make_options(batch, given), causal=False)
+    assert_right(batch, reference, options=options)
+    expected, expected_lse = run(batch, options=options)
+    keys, values, starts = ragged(batch)
+    out, lse = batch.fresh()
+    call = to_call(batch, out, lse, options)._replace(
+        key=keys, value=values, block_table=None, lengths=starts
+    )
+    make_plan(call).launch_prefill(call, 0)
+    assert same_bits(out, expected)
+    assert same_bits(lse, expected_lse)
 
 
 @needs_hopper

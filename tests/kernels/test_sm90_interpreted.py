@@ -12,6 +12,7 @@ import pytest
 import torch
 from kernel_faults import Fault, changed_kernels
 from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value, lift
@@ -91,6 +92,48 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
     assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
 
 
+def test_an_encoder_with_a_window_to_both_sides_is_computed_by_the_kernel_for_hopper(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 heads of 64 and 64 keys on each side are those of ModernBERT."""
+    lens = 150, 40
+    starts = torch.tensor([0, 150, 190], dtype=torch.int32)
+    query, key, value = torch.randn(3, 190, 12, 64).half()
+    given = (query, key, value, starts, starts, max(lens), max(lens))
+    options = AttentionOptions(causal=False, sliding_window=65)
+    with pretend_hopper(monkeypatch) as launches:
+        out = TWINS["optimized"].raw.encoder_attention(*given, options=options)
+    assert launches.made == ["prefill_kernel"]
+    right = reference.encoder_attention(
+        *given, options=options, compute_dtype=torch.float64
+    )
+    torch.testing.assert_close(out.double(), right.double(), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "layout"),
+    [(1, "separate"), (4, "hnd"), (12, "interleaved"), (16, "padded")],
+)
+def test_blocks_that_tma_does_not_load_are_copied_first(
+    block_size: int, layout: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 67 elements are 134 bytes apart, which 16 does not divide."""
+    batch = build(
+        BatchPlan(
+            (1, 70, 33), (50, 90, 300), head_size=64, dtype=torch.float16, kv_heads=2, group=2,
+            block_size=block_size, layout=layout, needle="block edge",
+        )
+    )  # fmt: skip
+    out, lse = batch.fresh()
+    with pretend_hopper(monkeypatch) as launches:
+        TWINS["optimized"].raw.paged_attention(**batch.arguments(), out=out, lse=lse)
+    assert launches.made == ["upcast_kernel", "prefill_kernel"]
+    right, right_lse = batch.fresh()
+    reference.paged_attention(**batch.arguments(), out=right, lse=right_lse)
+    torch.testing.assert_close(out, right, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("axis", "name"), FAR)
 def test_offsets_of_more_than_32_bits_change_no_bit(
     axis: str, name: str, monkeypatch: pytest.MonkeyPatch
@@ -108,8 +151,8 @@ FAULTS = {
     ),
     "an output tile is stored without a fence": Fault(
         "sm90/prefill/epilogue.py",
-        "        fence_async_shared()\n        if HAS_HEADS",
-        "        if HAS_HEADS",
+        "        fence_async_shared()\n        COLUMNS",
+        "        COLUMNS",
         "prefill, float16, whole tiles",
         "expected fence_async_shared",
     ),
@@ -146,8 +189,8 @@ FAULTS = {
     ),
     "fewer bytes are expected than are loaded": Fault(
         "sm90/common/load_kv.py",
-        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)",
-        "mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM))",
+        "mbarrier.expect(full, BLOCK_N * (DIM + TAIL_DIM) * 2)",
+        "mbarrier.expect(full, BLOCK_N * (DIM + TAIL_DIM))",
         "prefill, head size 128",
         # a phase ends early, so the next one has too many bytes, or a tile is read too early
         "of 1 arrivals and -|overwritten before the product|expected a barrier between",

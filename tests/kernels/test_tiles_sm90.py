@@ -33,7 +33,7 @@ def check_tiles(config: Sm90Config, found: FoundItem) -> None:
         assert own.first <= own.full_begin <= own.full_end <= own.last
 
         rows = np.arange(max(position, 0), min(position + tokens, kv_len))[:, None]
-        ends = np.minimum(rows + 1, kv_len) if config.CAUSAL else rows * 0 + kv_len
+        ends = np.minimum(end_keys(config, rows), kv_len)
         is_after, is_before = keys >= ends, keys < first_keys(config, rows)
         visible, after, before = (
             in_tile.any(0).reshape(-1, block_n).any(1)
@@ -65,6 +65,18 @@ def first_keys(config: Sm90Config, rows: np.ndarray) -> np.ndarray:
     return begins
 
 
+def end_keys(config: Sm90Config, rows: np.ndarray) -> np.ndarray:
+    """Return one more than the last key that queries at these positions may attend to."""
+    if config.CAUSAL:
+        return rows + 1
+    ends = rows * 0 + 10**9
+    if config.WINDOW:
+        ends = np.minimum(ends, rows + config.WINDOW)
+    if config.CHUNK_SIZE:
+        ends = np.minimum(ends, rows - rows % config.CHUNK_SIZE + config.CHUNK_SIZE)
+    return ends
+
+
 def check_all_tiles() -> None:
     """Run `check_tiles` for windows and chunks around the sizes of tiles and warpgroups."""
     limits = [(0, 0), (40, 150), (200, 64)]
@@ -78,10 +90,10 @@ def check_all_tiles() -> None:
     for (head_dim, block_n, group), (window, chunk_size) in itertools.product(
         tiles, limits
     ):
-        for causal in (True,) if window or chunk_size else (True, False):
+        for causal in (True, False):
             config = Sm90Config(
-                head_dim, head_dim, 16, block_n, 2, causal, window, chunk_size,
-                GROUP=group, CONSUMERS=choose_consumers(head_dim, False),
+                *[head_dim] * 4, 16, block_n, 2, causal, window, chunk_size,
+                GROUP=group, CONSUMERS=choose_consumers(head_dim, head_dim, False),
             )  # fmt: skip
             # a query tile of one or two tokens has the tiles of a few
             few = [(1, 1), (64, 64), (33, 514), (40, 30)]
@@ -118,8 +130,8 @@ WRONG_TILES = {
         "last_row = position",
     ),
     "the tile with the last key is skipped": (
-        "gl.maximum(last_row // BLOCK_N, first)",
-        "gl.maximum((last_row - 1) // BLOCK_N, first)",
+        "(end_of_visible_keys(last_row, config) - 1) // BLOCK_N",
+        "(end_of_visible_keys(last_row, config) - 2) // BLOCK_N",
     ),
     "no tile after the last is skipped": ("last = own_last", "pass"),
     "the tile with the first key is skipped": (
@@ -141,12 +153,20 @@ WRONG_TILES = {
         "(first_visible_key(position, config) + BLOCK_N - 1) // BLOCK_N",
     ),
     "no mask on the diagonal": (
-        "full_end = gl.maximum(position + 1, 0) // BLOCK_N",
-        "full_end = gl.maximum(last_row + 1, 0) // BLOCK_N",
+        "gl.maximum(end_of_visible_keys(position, config), 0)",
+        "gl.maximum(end_of_visible_keys(last_row, config), 0)",
+    ),
+    "a window to the right of one key less": (
+        "return position + config.WINDOW",
+        "return position + config.WINDOW - 1",
+    ),
+    "a chunk that ends early": (
+        "(position + config.CHUNK_SIZE) // config.CHUNK_SIZE * config.CHUNK_SIZE",
+        "position // config.CHUNK_SIZE * config.CHUNK_SIZE",
     ),
     "no mask on the diagonal of a work item": (
-        "full_end = gl.maximum(work.position + 1, 0) // BLOCK_N",
-        "full_end = work.seq_len // BLOCK_N",
+        "gl.maximum(end_of_visible_keys(work.position, config), 0)",
+        "work.seq_len",
     ),
     "a work item without its last tile": (
         "num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N",

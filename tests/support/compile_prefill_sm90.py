@@ -70,7 +70,8 @@ class Case(NamedTuple):
         has_lse: whether the log-sum-exp is computed.
         value_size: Optional. Head size of values. If None, that of keys.
         out_dtype: Optional. Dtype of the output. If None, that of queries.
-        group: query heads per KV head, of 8 query heads, or of 2 * group if it does not divide 8.
+        group: query heads per KV head, of 8 query heads, or of 2 * group if it does not divide 8,
+            or of one group of more than 64.
         is_append: whether the call is an append with split keys.
         is_prefix: whether the call is over the prefix of a cascade.
         max_query_len: bound of the longest request.
@@ -127,6 +128,8 @@ CASES = [
     # 12 tokens of 5 heads, in 60 of 64 rows
     Case(BF16, 128, 16, True, True, group=5),
     Case(BF16, 128, 128, True, False, has_factors=True),
+    # 128 and 32 columns of products and accumulators
+    Case(BF16, 160, 16, True, False),
     # the cases above are compiled in every test run
     Case(BF16, 128, 16, True, False),
     Case(BF16, 128, 0, False, True),
@@ -200,8 +203,32 @@ CASES = [
         BF16, 128, 128, True, True, {"logits_soft_cap": 30.0}, group=5,
         has_factors=True, fits_queries=True,
     ),
+    Case(BF16, 160, 16, True, True, {"sliding_window": 1024}, group=5),
+    Case(BF16, 160, 16, True, False, is_append=True),
+    Case(BF16, 160, 16, True, False, {"batch_invariant": True}),
+    Case(BF16, 160, 16, False, False, is_prefix=True),
+    *(
+        Case(BF16, size, 16, True, size % 32 == 0)
+        for size in (8, 24, 32, 48, 72, 104, 136, 144, 176, 192, 200, 216, 248)
+    ),
+    *(
+        Case(BF16, key_size, 16, True, False, value_size=value_size, group=group)
+        for key_size, value_size, group in (
+            (128, 64, 4), (64, 128, 1), (96, 64, 4), (256, 128, 4), (64, 256, 2), (160, 96, 4),
+            (192, 64, 4), (256, 64, 1), (256, 192, 2), (64, 96, 4),
+        )
+    ),
+    Case(BF16, 64, 0, False, False, {"sliding_window": 65}, group=1),
+    Case(BF16, 128, 16, False, True, {"sliding_window": 150}),
+    Case(BF16, 64, 16, False, False, {"attention_chunk_size": 300}),
+    Case(BF16, 128, 8, True, False),
+    Case(BF16, 64, 24, True, True),
+    Case(BF16, 256, 8, True, False),
+    Case(BF16, 128, 8, True, False, is_append=True),
+    Case(BF16, 64, 16, True, True, group=71),
+    Case(BF16, 128, 16, True, False, {"sliding_window": 1024, "sinks": True}, group=96),
 ]  # fmt: skip
-EVERY_DAY = 14
+EVERY_DAY = 15
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 COUNTED = ("HGMMA", "MUFU", "PRMT", "BAR", "LDL", "STL")
 
@@ -221,17 +248,21 @@ def record(case: Case) -> dict[str, Any]:
     torch.cuda.get_device_properties = lambda device=None: properties
     GluonJITFunction.run = JITFunction.run = keep  # type: ignore[method-assign]
     heads = 8 if 8 % case.group == 0 else 2 * case.group
+    if case.group > 64:
+        heads = case.group
+    value_size = value_size or head_size
     query = torch.zeros(256, heads, head_size, dtype=dtype)
     starts = torch.tensor([0, 100, 256], dtype=torch.int32)
     kv_heads = heads // case.group
-    keys = torch.zeros(512, kv_heads, head_size, dtype=dtype)
+    columns = max(head_size, value_size)
+    cache = torch.zeros(512, kv_heads, columns, dtype=dtype)
     table, lengths = None, torch.tensor([0, 256, 512], dtype=torch.int32)
     if block_size:
-        keys = torch.zeros(4, block_size, kv_heads, head_size, dtype=dtype)
+        cache = torch.zeros(4, block_size, kv_heads, columns, dtype=dtype)
         table = torch.zeros(2, 2, dtype=torch.int32)
         lengths = torch.tensor([block_size, 2 * block_size], dtype=torch.int32)
-    values = keys[..., : value_size or head_size]
-    out = query[..., : value_size or head_size].to(out_dtype or dtype).contiguous()
+    keys, values = cache[..., :head_size], cache[..., :value_size]
+    out = torch.zeros(256, heads, value_size, dtype=out_dtype or dtype)
     lse = torch.zeros(heads, 256) if has_lse else None
     if "sinks" in options:
         options = {**options, "sinks": torch.zeros(heads)}

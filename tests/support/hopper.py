@@ -103,14 +103,15 @@ class Case(NamedTuple):
 
     Args:
         family: one of FAMILIES, or "cascade", whose requests share PREFIX_LEN keys.
-        plan: the batch. Head size 192 is that of queries and keys, with values of 128. A latent
-            batch has queries and keys of 576 and values of 512.
+        plan: the batch. A latent batch has queries and keys of 576 and values of 512.
         options: of the call; `sinks` is the largest of the heads, or True for a usual one.
         has_lse: whether the log-sum-exp is wanted.
         has_scales: whether keys and values have the SCALES; then there are two KV heads.
         seq_lens: Optional. Keys of each request, fewer than the batch has. If None, all of them.
         is_ragged: whether keys and values are given without a block table.
         processors: multiprocessors of the chip, for appends and latent decodes.
+        key_size, value_size: Optional. Head size of queries and keys, and of values, if they are
+            not that of the batch.
     """
 
     family: str
@@ -121,6 +122,8 @@ class Case(NamedTuple):
     seq_lens: tuple[int, ...] | None = None
     is_ragged: bool = False
     processors: int = 4
+    key_size: int | None = None
+    value_size: int | None = None
 
 
 def make_batch(case: Case) -> BatchTensors:
@@ -134,11 +137,15 @@ def make_batch(case: Case) -> BatchTensors:
     if case.seq_lens is not None:
         lens = torch.tensor(case.seq_lens, dtype=torch.int32)
         batch = replace(batch, seq_lens=lens, plan=replace(plan, kv_lens=case.seq_lens))
-    values = {576: 512, 192: 128}.get(plan.head_size)
-    if values is None:
-        return batch
-    cache = batch.key_cache if case.family == "latent" else batch.value_cache
-    return replace(batch, value_cache=cache[..., :values])
+    if case.family == "latent":
+        return replace(batch, value_cache=batch.key_cache[..., :512])
+    keys, values = case.key_size, case.value_size
+    return replace(
+        batch,
+        query=batch.query[..., :keys],
+        key_cache=batch.key_cache[..., :keys],
+        value_cache=batch.value_cache[..., :values],
+    )
 
 
 def make_options(case: Case, num_heads: int) -> AttentionOptions:
@@ -269,11 +276,32 @@ def plan_of(
 
 
 RAGGED = (70, 1, 0, 130), (200, 50, 40, 131)
+SMALL_RAGGED = (70, 1, 0, 130), (150, 50, 40, 131)
 UNLIKE: dict[str, Any] = {"layout": "interleaved hnd", "value_layout": "interleaved"}
 """Layouts of two KV heads whose steps from block to block and from head to head differ."""
 CASES = {
     f"prefill, head size {size}": Case("prefill", plan_of(*RAGGED, size, needle="last"))
-    for size in (64, 80, 96, 128, 192, 256)
+    for size in (64, 80, 96, 128, 256)
+} | {
+    f"prefill, head size {size}": Case(
+        "prefill", plan_of(*SMALL_RAGGED, size, dtype=FP16, needle="last", group=group)
+    )
+    # one size for each shape of the tiles and of the parts of products and accumulators
+    for size, group in (
+        (8, 2), (24, 3), (48, 1), (56, 4), (72, 2), (104, 1), (120, 3), (136, 2), (160, 4),
+        (176, 3), (192, 1), (200, 2), (216, 1), (248, 3),
+    )
+} | {
+    f"prefill, keys of {key_size}, values of {value_size}": Case(
+        "prefill",
+        plan_of(*SMALL_RAGGED, max(key_size, value_size), dtype=FP16, group=group),
+        key_size=key_size,
+        value_size=value_size,
+    )
+    for key_size, value_size, group in (
+        (192, 128, 2), (128, 64, 2), (64, 128, 1), (96, 64, 3), (256, 128, 2), (64, 256, 4),
+        (160, 96, 1), (72, 200, 2), (136, 40, 3),
+    )
 } | {
     "prefill, scores of about the same size": Case(
         "prefill", plan_of((200, 130), (200, 300), 128, group=4, kv_heads=2, scale=0.01)
@@ -380,18 +408,16 @@ CASES = {
         "append", plan_of((40, 20), (970, 150), 80, group=3), {"sliding_window": 300},
         processors=1,
     ),
-    "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192)),
+    "append, head size 192": Case("append", plan_of((6, 1), (300, 20), 192), value_size=128),
     "append, head size 256": Case("append", plan_of((6,), (300,), 256)),
     "invariant": Case(
         "invariant",
         plan_of((40, 1, 0, 20), (300, 700, 9, 20), 128, kv_heads=2, padding=3, **UNLIKE),
     ),
     "invariant, head size 192": Case(
-        "invariant", plan_of((5,) * 6, (60,) * 5 + (300,), 192)
-    ),
+        "invariant", plan_of((5,) * 6, (60,) * 5 + (300,), 192), value_size=128),
     "invariant, head size 192, whole tiles": Case(
-        "invariant", plan_of((64,) * 6, (70,) * 6, 192)
-    ),
+        "invariant", plan_of((64,) * 6, (70,) * 6, 192), value_size=128),
     "invariant, one split": Case("invariant", plan_of((70,), (90,), 112)),
     "invariant, window": Case(
         "invariant", plan_of((150,) * 3, (700,) * 3, 80, group=4), {"sliding_window": 300}
@@ -411,7 +437,91 @@ CASES = {
     ),
     "cascade, head size 112": Case("cascade", plan_of((3, 1), (280, 300), 112, kv_heads=2)),
     "cascade, not causal, head size 192": Case(
-        "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}
+        "cascade", plan_of((2, 1), (280, 300), 192, group=1), {"causal": False}, value_size=128),
+    "prefill, keys of 152, values of 40, padding": Case(
+        "prefill", plan_of((47,), (115,), 152, dtype=FP16, padding=3), value_size=40
+    ),
+    "prefill, head size 160, whole tiles, padding": Case(
+        "prefill", plan_of((128, 70), (300, 90), 160, dtype=FP16, group=1, padding=3)
+    ),
+    "prefill, head size 136, two heads to one, window, cap and sinks": Case(
+        "prefill",
+        plan_of((130,), (390,), 136, dtype=FP16, kv_heads=2, needle="tile edge", **UNLIKE),
+        {"sliding_window": 100, "logits_soft_cap": 20.0, "sinks": True},
+    ),
+    "prefill, head size 40, window, ragged keys": Case(
+        "prefill", plan_of((130,), (390,), 40, dtype=FP16), {"sliding_window": 100},
+        is_ragged=True,
+    ),
+    "append, head size 160": Case(
+        "append", plan_of((20, 3), (700, 40), 160, dtype=FP16, group=4, needle="tile edge")
+    ),
+    "append, keys of 72, values of 144": Case(
+        "append", plan_of((6, 1), (300, 20), 144, dtype=FP16, group=3), key_size=72
+    ),
+    "invariant, head size 144": Case(
+        "invariant",
+        plan_of((40, 1, 0, 20), (300, 700, 9, 20), 144, dtype=FP16, kv_heads=2, padding=3),
+    ),
+    "invariant, keys of 256, values of 40, whole tiles": Case(
+        "invariant", plan_of((64,) * 3, (70,) * 3, 256, dtype=FP16), value_size=40
+    ),
+    "cascade, head size 176": Case(
+        "cascade", plan_of((3, 1), (280, 300), 176, dtype=FP16, kv_heads=2, needle="tile edge")
+    ),
+    "prefill, head size 64, window to both sides": Case(
+        "prefill", plan_of((130, 300), (390, 300), 64, dtype=FP16, group=1, needle="tile edge"),
+        {"causal": False, "sliding_window": 65},
+    ),
+    "prefill, head size 128, window to both sides, ragged keys": Case(
+        "prefill", plan_of((300, 70, 1), (300, 90, 200), 128, dtype=FP16, needle="first new"),
+        {"causal": False, "sliding_window": 150, "sinks": True}, is_ragged=True,
+    ),
+    "prefill, chunks in both directions": Case(
+        "prefill", plan_of((130, 200), (290, 200), 128, dtype=FP16, needle="last"),
+        {"causal": False, "attention_chunk_size": 100},
+    ),
+    "prefill, chunks in both directions, window": Case(
+        "prefill", plan_of((260, 9), (260, 90), 64, dtype=FP16, needle="tile edge"),
+        {"causal": False, "attention_chunk_size": 70, "sliding_window": 50},
+    ),
+    **{
+        f"prefill, blocks of {size}": Case(
+            "prefill",
+            plan_of((66, 3), (150, 90), head_size, dtype=FP16, block_size=size, needle="block edge",
+                    **UNLIKE),
+        )
+        for size, head_size in ((8, 128), (24, 64), (40, 160))
+    },
+    "append, blocks of 8": Case(
+        "append",
+        plan_of((20, 3), (700, 40), 128, dtype=FP16, group=4, block_size=8, needle="block edge"),
+    ),
+    "invariant, blocks of 24": Case(
+        "invariant",
+        plan_of((40, 1), (300, 70), 80, dtype=FP16, block_size=24, needle="block edge", padding=3),
+    ),
+    "prefill, 71 heads to one": Case(
+        "prefill",
+        plan_of(
+            (9, 1, 0, 4), (150, 50, 40, 4), 64, dtype=FP16, group=71, needle="last",
+            padding=2, fused=False,
+        ),
+        {"sinks": True},
+    ),
+    "prefill, 71 heads to one, window, whole tiles": Case(
+        "prefill",
+        plan_of((30,), (330,), 64, dtype=FP16, group=71, needle="tile edge", fused=False),
+        {"sliding_window": 70},
+    ),
+    "prefill, 48 heads to one, head size 80, ragged keys": Case(
+        "prefill",
+        plan_of((13, 7), (140, 7), 80, dtype=FP16, group=48, needle="first new", fused=False),
+        {"causal": False, "sliding_window": 33}, is_ragged=True,
+    ),
+    "prefill, 96 heads to one, chunks": Case(
+        "prefill", plan_of((8, 3), (290, 30), 128, dtype=FP16, fused=False, group=96),
+        {"attention_chunk_size": 100},
     ),
     "latent": Case(
         "latent", plan_of((1, 0, 4, 1), (200, 5, 131, 64), 576, group=16, padding=5)

@@ -317,6 +317,10 @@ CASES = {
         plan_of((1, 30), (300, 333), block_size=48, needle="block edge"),
         {"sliding_window": 100, "k_scale": 0.7}, is_prefill=True,
     ),
+    "prefill, window to both sides": Fp8Case(
+        plan_of((90, 40), (200, 333), needle="tile edge"),
+        {"causal": False, "sliding_window": 50}, is_prefill=True,
+    ),
     "prefill, chunks, sinks": Fp8Case(
         plan_of((40, 1, 6), (290, 70, 9), 128), {"attention_chunk_size": 100, "sinks": True},
         is_prefill=True,

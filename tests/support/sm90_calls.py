@@ -42,6 +42,20 @@ def build(plan: BatchPlan, device: str = "cpu") -> BatchTensors:
     return replace(batch, value_cache=batch.value_cache[..., :128])
 
 
+def build_sizes(
+    plan: BatchPlan, key_size: int, value_size: int, device: str = "cpu"
+) -> BatchTensors:
+    """Return the tensors of a plan with other head sizes, of keys and of values."""
+    batch = build_alike(replace(plan, head_size=max(key_size, value_size)), device)
+    return replace(
+        batch,
+        query=batch.query[..., :key_size],
+        key_cache=batch.key_cache[..., :key_size],
+        value_cache=batch.value_cache[..., :value_size],
+        plan=replace(batch.plan, head_size=key_size),
+    )
+
+
 def make_options(
     batch: BatchTensors, given: dict[str, Any], **more: Any
 ) -> AttentionOptions:

@@ -62,6 +62,12 @@ def channels_per_scale(name: str) -> int:
 
 
 @triton.constexpr_function
+def is_plain(name: str) -> bool:
+    """Return whether numbers are stored as they are."""
+    return not FORMATS[name].is_quantised
+
+
+@triton.constexpr_function
 def is_packed(name: str) -> bool:
     """Return whether a byte of a format holds two codes."""
     return FORMATS[name].codes_per_element == 2

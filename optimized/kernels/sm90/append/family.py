@@ -23,7 +23,7 @@ from ....runtime.family import (
 from ....runtime.launcher import next_power_of_2
 from ....runtime.workspace import find_workspace
 from ..common.chip import is_hopper
-from ..common.config import BOX_COLUMNS, WARPGROUP_M, Sm90Config, choose_consumers
+from ..common.config import BOX_COLUMNS, WARPGROUP_M, Sm90Config, with_whole_acc
 from ..common.plan import Sm90Plan
 from ..common.planes import takes_groups, unsupported
 from ..common.stream_k import MIN_TILES
@@ -46,14 +46,10 @@ def plan(call: AttentionCall) -> "AppendPlan":
     """
     if not _is_supported(call):
         raise unsupported("Hopper append kernel")
-    base = sm90.plan(call)
-    config = base.config
+    base = sm90.plan(call, may_cut_tokens=False)
     group = next_power_of_2(base.group_size)
-    # partial results are accumulators of one part, with padded columns
-    consumers = choose_consumers(config.HEAD_SIZE, True)
-    config = config._replace(
-        GROUP=group, SPLIT_TILES=1, CONSUMERS=consumers, HAS_SEGMENTS=True
-    )
+    config = with_whole_acc(base.config)
+    config = config._replace(GROUP=group, SPLIT_TILES=1, HAS_SEGMENTS=True)
     q_box = (WARPGROUP_M.value // group, group, BOX_COLUMNS.value)
     boxes = (q_box, *base.boxes[1:3], q_box)
     made = AppendPlan.derive(base, config, boxes)
@@ -79,7 +75,7 @@ def has_narrow_tile(config: Sm90Config) -> bool:
         config: of the calls.
     """
     is_local = config.WINDOW or config.CHUNK_SIZE
-    return config.HEAD_SIZE == 128 and not config.TAIL_DIM and not is_local
+    return config.KEY_SIZE == config.HEAD_SIZE == 128 and not is_local
 
 
 @dataclass

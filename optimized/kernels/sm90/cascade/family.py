@@ -23,7 +23,7 @@ from ....runtime.family import (
 )
 from ....runtime.workspace import MAX_KEPT_NUMBERS
 from ..common.chip import is_hopper
-from ..common.config import choose_consumers
+from ..common.config import with_whole_acc
 from ..common.plan import Sm90Plan
 from ..common.planes import find_planes
 from ..prefill import family as sm90
@@ -43,6 +43,10 @@ def supports(call: AttentionCall) -> bool:
     Args:
         call: the call over the prefix: it is not causal and has no sinks.
     """
+    options = call.options
+    # positions in the call over the prefix are not those of the sequence
+    if options.sliding_window is not None or options.attention_chunk_size is not None:
+        return False
     return (
         is_hopper(call.query.device)
         and call.block_table is not None
@@ -56,12 +60,9 @@ def plan(call: AttentionCall) -> "PrefixPlan":
     Raises:
         NotImplementedError: options, a dtype, shapes or strides that the kernel does not support.
     """
-    base = sm90.plan(call)
-    config = base.config
-    # partial results are accumulators of one part, with padded columns
-    consumers = choose_consumers(config.HEAD_SIZE, True)
+    base = sm90.plan(call, may_cut_tokens=False)
     # the log-sum-exp is always computed, and its error budget is small
-    config = config._replace(FAST_TANH=False, CONSUMERS=consumers)
+    config = with_whole_acc(base.config)._replace(FAST_TANH=False)
     return PrefixPlan.derive(base, config, base.boxes)
 
 

@@ -1,10 +1,12 @@
-"""Kernel family of prefills from caches of codes on Hopper chips.
+"""Kernel family of prefills from caches that are converted first, on Hopper chips.
 
-A launch converts the keys and values of the long requests to the dtype of the queries, in a
-workspace, and then launches the prefill kernel on them. On an H200 (torch 2.11, triton 3.6, e4m3,
-32 query heads, 8 kv heads of 128, medians of 9) a prompt of 16,384 tokens takes 2,902 us, from a
-bfloat16 cache 2,990, and with the portable kernel 6,365. 2,048 tokens on 32,768 keys take 1,460,
-1,467 and 3,270. The outputs are those of the bfloat16 cache, bit for bit.
+These are caches of codes, and caches of 16 bits whose blocks TMA does not load: of 1, 4 or 12
+tokens, or with other strides. A launch converts the keys and values of the long requests to the
+dtype of the queries, in blocks of 128 in a workspace, and then launches the prefill kernel on them.
+On an H200 (torch 2.11, triton 3.6, e4m3, 32 query heads, 8 kv heads of 128, medians of 9) a prompt
+of 16,384 tokens takes 2,902 us, from a bfloat16 cache 2,990, and with the portable kernel 6,365.
+2,048 tokens on 32,768 keys take 1,460, 1,467 and 3,270. The outputs are those of the bfloat16
+cache, bit for bit.
 """
 
 import math
@@ -51,8 +53,8 @@ If queries and keys have a variance of 1, it is the standard deviation of the sc
 up to 0.4 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
 one of 25."""
 FITTED_HEAD_SIZES = (64,)
-"""Head sizes of the bfloat16 queries that are fitted to float16. Of others, 80 and 96 gave wrong
-results on an H200, and 128 was not tried."""
+"""Head sizes of the bfloat16 queries that are fitted to float16. With an earlier kernel others were
+not right on an H200 (80 and 96) or not tried (128). None of them is tried with this one."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -76,10 +78,11 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
     rounded = prefill if _may_round_keys(call) else None
     alignment = find_row_alignment(call.key, call.value)
     upcast = make_launcher(call, form.name, alignment)
-    code_bytes = 1 / form.codes_per_element
+    code_bytes = call.key.dtype.itemsize / form.codes_per_element
     return CodePrefillPlan(
-        prefill, exact, rounded, upcast, form.has_token_scales, code_bytes, alignment
-    )
+        prefill, exact, rounded, upcast, form.has_token_scales, code_bytes, alignment,
+        not form.is_quantised,
+    )  # fmt: skip
 
 
 @dataclass
@@ -94,7 +97,8 @@ class CodePrefillPlan:
             if they may not be.
         upcast: the launcher of the conversion.
         is_measured: whether each key and value has a scale of its own.
-        code_bytes: bytes of a code.
+        code_bytes: bytes of a code, or of a number in 16 bits.
+        is_plain: whether the cache has numbers in 16 bits, and no scales.
         alignment: bytes at a multiple of which the caches must begin.
     """
 
@@ -105,6 +109,7 @@ class CodePrefillPlan:
     is_measured: bool
     code_bytes: float
     alignment: int
+    is_plain: bool
     is_repeatable: ClassVar[bool] = True
 
     @property
@@ -187,9 +192,10 @@ class CodePrefillPlan:
         assert plan is not None
         has_factors = self.is_measured and not rounds
         keys = key.shape[2] * reqs * num_blocks * BLOCK.value * has_factors
+        of_heads = 0 if self.is_plain else heads
         sizes += [
             reqs * num_blocks,
-            *((keys, 0) if self.is_measured else (heads, heads)),
+            *((keys, 0) if self.is_measured else (of_heads, of_heads)),
         ]
         parts = split_workspace(query.device, sizes)
         dtypes = plan.dtype, query.dtype
@@ -221,7 +227,8 @@ class CodePrefillPlan:
         if has_factors:
             factors = parts[3].view(key.shape[2], reqs, num_blocks * BLOCK.value)
             return converted, short_rows, (None, None), factors
-        scales = (None, None) if self.is_measured else (parts[3], parts[4])
+        has_scales = not (self.is_measured or self.is_plain)
+        scales = (parts[3], parts[4]) if has_scales else (None, None)
         return converted, short_rows, scales, None
 
 
@@ -229,7 +236,13 @@ def _takes_signature(call: AttentionCall) -> bool:
     """Return whether the kernels compute such calls, whatever their device."""
     key, value = call.key, call.value
     form = find_format(key.dtype, call.options.k_scale)
-    if not form.scales_whole_rows or value.dtype != key.dtype:
+    if value.dtype != key.dtype:
+        return False
+    if form.is_quantised:
+        if not form.scales_whole_rows:
+            return False
+    elif key.dtype != call.query.dtype or find_planes(call) is not None:
+        # the prefill kernel takes the cache as it is
         return False
     if form.is_rotated and not (_are_keys_exact(call) or _may_round_keys(call)):
         return False

@@ -1,4 +1,4 @@
-"""Conversion of the keys and values of long requests from codes to 16 bits.
+"""Conversion of the keys and values of long requests from codes to 16 bits, in blocks of 128.
 
 A prefill reads each key once per query tile. So keys are converted once before it, and not once
 per read. FP8 numbers and codes of eight bits are exact in float16 and in bfloat16. Scales of heads
@@ -9,6 +9,8 @@ Rows of int4 are rotated back. Before their scale they are integers, up to 1,920
 128 channels. Keys are exact in float16 then, and their scales are left to the scores too. If scores
 are small and the log-sum-exp is not wanted, keys with scales of their own are multiplied and
 rounded as values are (`CodePrefillPlan`).
+
+A cache of 16 bits is copied, if the prefill kernel does not load its blocks by TMA.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from ...portable.formats.cache_format import (
     decode_codes,
     has_slot_scales,
     is_packed,
+    is_plain,
     is_rotated,
 )
 from ...portable.formats.int4_per_token_head import count_channels, split_scales
@@ -53,12 +56,13 @@ class UpcastArguments(NamedTuple):
     """The arguments of `upcast_kernel`, in their order.
 
     Args:
-        k, v: cache of codes, FP8 as uint8.
+        k, v: cache of codes, FP8 as uint8, or of numbers in 16 bits.
         k_out, v_out: [reqs * num_blocks, BLOCK, kv_heads, head size] in 16 bits; keys may have
             another dtype than values. Rows past the end of a sequence, and blocks that no query
             attends to, are not written.
         table_out: [reqs, num_blocks] block table of the converted cache.
-        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head. If each key has
+        k_scales_out, v_scales_out: [query_heads] float32 scale of each query head; not written for
+            a cache of 16 bits. If each key has
             a scale, `k_scales_out` is [kv_heads, reqs * num_blocks * BLOCK] instead, or None if
             keys are multiplied by them. Values always are.
         k_scale, v_scale: scales of the cache: pointers or numbers.
@@ -133,6 +137,8 @@ def _convert(
             numbers = numbers * of_slot[:, None]
         else:
             tl.store(factors + in_block, of_slot, mask=is_stored)
+    elif is_plain(FORMAT):
+        numbers = codes
     else:
         numbers = decode_codes(codes, FORMAT, config.NATIVE_FP8)
     d = tl.arange(0, BLOCK_D)
@@ -164,7 +170,7 @@ def upcast_blocks(args, k_strides, v_strides, scale_strides, config: tl.constexp
     number = req * args.num_blocks + block
     if tl.program_id(0) == 0:
         tl.store(args.table_out + number, number)
-    if not has_slot_scales(config.CACHE_FORMAT):
+    if not (has_slot_scales(config.CACHE_FORMAT) or is_plain(config.CACHE_FORMAT)):
         for i in range(config.GROUP_SIZE if (number == 0) & has_keys else 0):
             query_head = head * config.GROUP_SIZE + i
             factor = load_scale(args.k_scale, scale_strides.k, head, True)

@@ -1,7 +1,7 @@
 """TMA loads of K and V tiles in the Hopper kernels.
 
 A KV tile of BLOCK_N keys is loaded as boxes of [box rows, 64] elements. A box does not cross a
-cache block, so with blocks of 16 tokens a tile of head size 128 is 8 x 2 boxes.
+cache block, so with blocks of 16 tokens a tile of 128 keys of head size 128 is 8 x 2 boxes.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,11 @@ from .config import BOX_COLUMNS, SWIZZLE_ROWS, SWIZZLED_3D, SWIZZLED_32_BIT
 from .gluon_names import async_load, reinterpret
 from .tile_range import first_kv_tile, first_visible_key
 from .traits import has_lower_bound
+
+MAX_ROWS_AHEAD = gl.constexpr(8)
+"""Boxes per 64 columns of a tile, at most, with which the next tile's block ids are loaded before
+this tile's boxes. With blocks of 8 tokens a tile has 16, which take more registers than a producer
+warp has."""
 
 
 class TmaTensor(NamedTuple):
@@ -62,17 +67,22 @@ def load_k(
     last_tile = first_kv_tile(work, config) + work.num_kv_tiles - 1
     rows = _box_rows(batch, work, last_tile, begin, k.block_rows, ROW_BOXES, config)
     for i in range(work.num_kv_tiles):
-        # the next tile's block ids are loaded while this one waits for its stage
         next_tile = gl.maximum(last_tile - 1 - i, 0)
-        next_rows = _box_rows(
-            batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
-        )
+        if ROW_BOXES <= MAX_ROWS_AHEAD:
+            # the next tile's block ids are loaded while this one waits for its stage
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
+            )
         shared.k_pipe.producer_acquire(state)
         full = shared.k_pipe.full_barrier(state)
         _load_boxes(
             k.desc, shared.k, shared.k_tail, state.stage(), full, rows, kv_head, column,
-            config,
+            BLOCK_N, config.KEY_DIM, config.TAIL_DIM,
         )  # fmt: skip
+        if ROW_BOXES > MAX_ROWS_AHEAD:
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, k.block_rows, ROW_BOXES, config
+            )
         state = state.advance()
         rows = next_rows
     return state
@@ -106,9 +116,10 @@ def load_v(
     rows = _box_rows(batch, work, last_tile, begin, v.block_rows, ROW_BOXES, config)
     for i in range(work.num_kv_tiles):
         next_tile = gl.maximum(last_tile - 1 - i, 0)
-        next_rows = _box_rows(
-            batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
-        )
+        if ROW_BOXES <= MAX_ROWS_AHEAD:
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
+            )
         # V tile i - 1 is released together with K tile i
         shared.v_pipe.producer_acquire(state.advance())
         # only the last tile, which is loaded first, can reach past the sequence's end
@@ -117,16 +128,25 @@ def load_v(
             gl.where(is_tail, state.num_stages, state.stage())
         )
         _load_boxes(
-            v.desc, shared.v, None, state.stage(), full, rows, kv_head, column, config
-        )
+            v.desc, shared.v, shared.v_tail, state.stage(), full, rows, kv_head, column,
+            BLOCK_N, config.HEAD_DIM, config.V_TAIL_DIM,
+        )  # fmt: skip
         if is_tail:
             tail_full = shared.v_pipe.full.index(state.num_stages)
             mbarrier.wait(tail_full, tail_state.phase())
             tail_state = tail_state.advance()
-            _clear_rows(shared.v, state.stage(), valid_rows, config)
+            _clear_rows(shared.v, state.stage(), valid_rows, BLOCK_N, config.HEAD_DIM)
+            if config.V_TAIL_DIM > 0:
+                _clear_rows(
+                    shared.v_tail, state.stage(), valid_rows, BLOCK_N, config.V_TAIL_DIM
+                )
             # ordinary stores, before the tensor cores read through the async proxy
             fence_async_shared()
             shared.v_pipe.producer_commit(state)
+        if ROW_BOXES > MAX_ROWS_AHEAD:
+            next_rows = _box_rows(
+                batch, work, next_tile, begin, v.block_rows, ROW_BOXES, config
+            )
         state = state.advance()
         rows = next_rows
     return state, tail_state
@@ -181,31 +201,35 @@ def _box_rows(
 
 @gluon.jit
 def _load_boxes(
-    desc, boxes, tail, stage, full, rows, kv_head, column, config: gl.constexpr
+    desc,
+    boxes,
+    tail,
+    stage,
+    full,
+    rows,
+    kv_head,
+    column,
+    BLOCK_N: gl.constexpr,
+    DIM: gl.constexpr,
+    TAIL_DIM: gl.constexpr,
 ):
     """Start the TMA loads of a KV tile, which signal `full`.
 
-    A stage is stored as [HEAD_DIM / 64, BLOCK_N, 64], the order of a swizzled tile of
-    [BLOCK_N, HEAD_DIM].
+    A stage is stored as [DIM / 64, BLOCK_N, 64], the order of a swizzled tile of [BLOCK_N, DIM].
 
     Args:
         boxes: `SharedStorage.k` or `.v`.
+        tail: its tail, of [BLOCK_N, TAIL_DIM] per stage. Without TAIL_DIM it is not used.
         kv_head, column: the KV head, and its first column in a plane. A map of padded heads has
             rows, heads and columns: it reads no memory for columns that a head does not have.
-        tail: Optional. Boxes of the columns after HEAD_DIM. If None, the tile ends at HEAD_DIM.
     """
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
-    BLOCK_N: gl.constexpr = config.BLOCK_N
     ROW_BOXES: gl.constexpr = BLOCK_N // desc.block_type.shape[0]
-    COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
-    TAIL_DIM: gl.constexpr = 0 if tail is None else config.TAIL_DIM
-    mbarrier.expect(full, BLOCK_N * (HEAD_DIM + TAIL_DIM) * 2)
+    COLUMN_BOXES: gl.constexpr = DIM // BOX_COLUMNS
+    mbarrier.expect(full, BLOCK_N * (DIM + TAIL_DIM) * 2)
     HAS_HEADS: gl.constexpr = len(desc.block_type.shape) == 3
     if HAS_HEADS:
-        BOXES: gl.constexpr = boxes.shape[0]
-        box: gl.constexpr = desc.block_type.shape
-        shape: gl.constexpr = [BOXES, box[0], box[1], box[2]]
-        boxes = reinterpret(boxes, desc.dtype, shape, SWIZZLED_3D)
+        boxes = _with_heads(boxes, desc)
+        tail = _with_heads(tail, desc)
     for i in gl.static_range(ROW_BOXES):
         for j in gl.static_range(COLUMN_BOXES):
             index = (stage * COLUMN_BOXES + j) * ROW_BOXES + i
@@ -215,22 +239,29 @@ def _load_boxes(
                 start = [rows[i], column + j * BOX_COLUMNS]
             async_load(desc, start, full, boxes.index(index))
         if TAIL_DIM > 0:
-            async_load(
-                desc,
-                [rows[i], column + HEAD_DIM],
-                full,
-                tail.index(stage * ROW_BOXES + i),
-            )
+            if HAS_HEADS:  # noqa: SIM108 (constexpr branches)
+                start = [rows[i], kv_head, DIM]
+            else:
+                start = [rows[i], column + DIM]
+            async_load(desc, start, full, tail.index(stage * ROW_BOXES + i))
 
 
 @gluon.jit
-def _clear_rows(boxes, stage, first_row, config: gl.constexpr):
-    """Set the rows of a stage to zero from `first_row` on.
+def _with_heads(boxes, desc):
+    """Return boxes of keys or values with the dimension of heads of their tensor map."""
+    box: gl.constexpr = desc.block_type.shape
+    shape: gl.constexpr = [boxes.shape[0], box[0], box[1], box[2]]
+    return reinterpret(boxes, desc.dtype, shape, SWIZZLED_3D)
+
+
+@gluon.jit
+def _clear_rows(boxes, stage, first_row, BLOCK_N: gl.constexpr, DIM: gl.constexpr):
+    """Set the rows of a stage of [BLOCK_N, DIM] to zero from `first_row` on.
 
     Two elements are handled as one word, in chunks of eight rows, after which the swizzle repeats.
     """
-    COLUMN_BOXES: gl.constexpr = config.HEAD_DIM // BOX_COLUMNS
-    CHUNKS: gl.constexpr = config.BLOCK_N // SWIZZLE_ROWS
+    COLUMN_BOXES: gl.constexpr = DIM // BOX_COLUMNS
+    CHUNKS: gl.constexpr = BLOCK_N // SWIZZLE_ROWS
     ROWS: gl.constexpr = boxes.shape[0] * boxes.shape[1]
     WORDS: gl.constexpr = BOX_COLUMNS // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])

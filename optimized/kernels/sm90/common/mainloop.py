@@ -5,14 +5,16 @@ softmax of one overlaps with the products of the other. KV tiles are processed f
 first: tiles that need a mask come first, then the rest in a loop without masks.
 
 Head sizes overlap differently, and `choose_consumers` selects the way:
-- Head sizes above 96, two warpgroups: the softmax runs between the issue of P @ V and the wait for
-  it. p stays in float32 until Q @ K of the next tile is issued, where rounding it costs no time.
-- Head size 64, three warpgroups with 160 registers per thread: one warpgroup's softmax overlaps
-  with the products of the others, which a ping-pong order enforces. p is rounded at once and
-  carried as packed 16-bit pairs, because 64 registers of float32 would spill.
-- Head sizes 80 and 96, three warpgroups too. The accumulator has two parts, of 64 columns and of
-  the rest, because a tile's columns are a power of two. Q @ K follows after P @ V is complete,
-  because the registers do not hold both results.
+- Values of head sizes above 96, two warpgroups: the softmax runs between the issue of P @ V and
+  the wait for it. p stays in float32 until Q @ K of the next tile is issued, where rounding it
+  costs no time.
+- Head sizes up to 64, three warpgroups with 160 registers per thread: one warpgroup's softmax
+  overlaps with the products of the others, which a ping-pong order enforces. p is rounded at once
+  and carried as packed 16-bit pairs, because 64 registers of float32 would spill.
+- Head sizes from 72 to 96, three warpgroups too. Q @ K follows after P @ V is complete, because the
+  registers do not hold both results.
+The accumulator of most padded heads has several parts (`acc_columns`), because a tile's columns are
+a power of two.
 Source: FlashAttention-3 (Shah et al. 2024) for both kinds of overlap.
 """
 
@@ -206,7 +208,7 @@ def _kv_iteration(
             p = round_p(p, dtype, COLUMNS)
         acc = issue_pv(tiles, p, acc, kv_state.previous(), config)
         # softmax of this tile, while P @ V is in flight
-        qk = warpgroup_mma_wait(1, deps=[qk])
+        qk = warpgroup_mma_wait(len(acc), deps=[qk])
         if PING_PONG:
             ping_pong_arrive((CONSUMER + 1) % config.CONSUMERS)
     # not before the wait: there would be no registers for them

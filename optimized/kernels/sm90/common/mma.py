@@ -14,17 +14,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .config import SWIZZLED, WARPGROUP_M
 from .gluon_names import reinterpret
-from .traits import acc_columns, acc_layout, p_operand_layout, qk_layout, split_columns
+from .traits import (
+    acc_columns,
+    acc_layout,
+    key_columns,
+    p_operand_layout,
+    qk_layout,
+)
 
 
 class Operands(NamedTuple):
     """Tiles in shared memory that a consumer warpgroup multiplies.
 
+    Without TAIL_DIM `q_tail` is `q` and `k_tail` is `k`, without V_TAIL_DIM `v_tail` is `v`, and
+    they are not used.
+
     Args:
-        q: [WARPGROUP_M, HEAD_DIM].
-        q_tail: [WARPGROUP_M, TAIL_DIM]. Without TAIL_DIM it is `q`, and not used.
-        k, v: [num_stages, BLOCK_N, HEAD_DIM].
-        k_tail: [num_stages, BLOCK_N, TAIL_DIM]. Without TAIL_DIM it is `k`, and not used.
+        q: [WARPGROUP_M, columns], of which KEY_DIM are of queries.
+        q_tail: [WARPGROUP_M, TAIL_DIM].
+        k: [num_stages, BLOCK_N, KEY_DIM].
+        k_tail: [num_stages, BLOCK_N, TAIL_DIM].
+        v: [num_stages, BLOCK_N, HEAD_DIM].
+        v_tail: [num_stages, BLOCK_N, V_TAIL_DIM].
         q_tile: index of the query tile in shared memory.
     """
 
@@ -33,26 +44,28 @@ class Operands(NamedTuple):
     k: Any
     k_tail: Any
     v: Any
+    v_tail: Any
     q_tile: Any
 
 
 @gluon.jit
 def view_kv(shared, config: gl.constexpr):
-    """Return `k`, `k_tail` and `v` of `Operands`: the stages as tiles, not as TMA boxes."""
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
+    """Return `k` to `v_tail` of `Operands`: the stages as tiles, not as TMA boxes."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
-    TAIL_DIM: gl.constexpr = config.TAIL_DIM
     dtype: gl.constexpr = shared.q.dtype
-    k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    k = reinterpret(shared.k, dtype, [STAGES, BLOCK_N, config.KEY_DIM], SWIZZLED)
     v_dtype: gl.constexpr = gl.bfloat16 if config.FITS_QUERIES else dtype
-    v = reinterpret(shared.v, v_dtype, [STAGES, BLOCK_N, HEAD_DIM], SWIZZLED)
+    v = reinterpret(shared.v, v_dtype, [STAGES, BLOCK_N, config.HEAD_DIM], SWIZZLED)
     k_tail = k
-    if TAIL_DIM > 0:
-        k_tail = reinterpret(
-            shared.k_tail, dtype, [STAGES, BLOCK_N, TAIL_DIM], SWIZZLED
-        )
-    return k, k_tail, v
+    v_tail = v
+    if config.TAIL_DIM > 0:
+        shape: gl.constexpr = [STAGES, BLOCK_N, config.TAIL_DIM]
+        k_tail = reinterpret(shared.k_tail, dtype, shape, SWIZZLED)
+    if config.V_TAIL_DIM > 0:
+        v_shape: gl.constexpr = [STAGES, BLOCK_N, config.V_TAIL_DIM]
+        v_tail = reinterpret(shared.v_tail, v_dtype, v_shape, SWIZZLED)
+    return k, k_tail, v, v_tail
 
 
 @gluon.jit
@@ -63,39 +76,54 @@ def select_tiles(shared, kv, q_state, config: gl.constexpr, CONSUMER: gl.constex
         kv: what `view_kv` returns.
         q_state: state of the work item's queries.
     """
-    k, k_tail, v = kv
+    k, k_tail, v, v_tail = kv
     q_tile = q_state.stage() * config.CONSUMERS + CONSUMER
     q = shared.q.index(q_tile)
     q_tail = q
     if config.TAIL_DIM > 0:
         q_tail = shared.q_tail.index(q_tile)
-    return Operands(q, q_tail, k, k_tail, v, q_tile)
+    return Operands(q, q_tail, k, k_tail, v, v_tail, q_tile)
 
 
 @gluon.jit
 def issue_qk(tiles, kv_state, config: gl.constexpr):
     """Issue Q @ K^T of a stage.  # [WARPGROUP_M, BLOCK_N]"""
     BLOCK_N: gl.constexpr = config.BLOCK_N
-    PARTS: gl.constexpr = split_columns(config.HEAD_SIZE)
-    q = tiles.q
-    k = tiles.k.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
     qk = gl.zeros([WARPGROUP_M, BLOCK_N], gl.float32, qk_layout(BLOCK_N))
+    k = tiles.k.index(kv_state.stage())  # [BLOCK_N, KEY_DIM]
+    qk = _multiply_columns(tiles.q, k, qk, config, False)
     if config.TAIL_DIM > 0:
         k_tail = tiles.k_tail.index(kv_state.stage())  # [BLOCK_N, TAIL_DIM]
-        qk = warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
-        return warpgroup_mma(tiles.q_tail, k_tail.permute((1, 0)), qk, is_async=True)
-    elif len(PARTS) == 1:  # noqa: RET505 (constexpr branches)
-        return warpgroup_mma(q, k.permute((1, 0)), qk, use_acc=False, is_async=True)
-    else:
-        for i in gl.static_range(len(PARTS)):
-            qk = warpgroup_mma(
-                q.slice(PARTS[i][0], PARTS[i][1], 1),
-                k.slice(PARTS[i][0], PARTS[i][1], 1).permute((1, 0)),
-                qk,
-                use_acc=i > 0,
-                is_async=True,
-            )
-        return qk
+        qk = _multiply_columns(tiles.q_tail, k_tail, qk, config, True)
+    return qk
+
+
+@gluon.jit
+def _multiply_columns(q, k, qk, config: gl.constexpr, IS_TAIL: gl.constexpr):
+    """Issue Q @ K^T over the columns of a tile, or qk + Q @ K^T over those of its tail.
+
+    Args:
+        q, k: [WARPGROUP_M, columns], [BLOCK_N, columns].
+    """
+    PARTS: gl.constexpr = key_columns(config, IS_TAIL)
+    for i in gl.static_range(len(PARTS)):
+        qk = warpgroup_mma(
+            select_columns(q, PARTS[i][0], PARTS[i][1]),
+            select_columns(k, PARTS[i][0], PARTS[i][1]).permute((1, 0)),
+            qk,
+            use_acc=IS_TAIL or i > 0,
+            is_async=True,
+        )
+    return qk
+
+
+@gluon.jit
+def select_columns(tile, FIRST: gl.constexpr, SIZE: gl.constexpr):
+    """Return columns of a tile in shared memory."""
+    if tile.shape[1] == SIZE:
+        return tile
+    else:  # noqa: RET505 (a constexpr branch)
+        return tile.slice(FIRST, SIZE, 1)
 
 
 @gluon.jit
@@ -103,17 +131,18 @@ def issue_pv(tiles, p, acc, kv_state, config: gl.constexpr):
     """Issue acc + P @ V of a stage, part by part.  # [WARPGROUP_M, columns] each"""
     PARTS: gl.constexpr = acc_columns(config)
     v = tiles.v.index(kv_state.stage())  # [BLOCK_N, HEAD_DIM]
-    if len(PARTS) == 1:
-        return (warpgroup_mma(p, v, acc[0], is_async=True),)
-    else:  # noqa: RET505 (a constexpr branch)
-        parts = ()
-        for i in gl.static_range(len(PARTS)):
-            # the same registers
-            p_of_part = gl.convert_layout(p, p_operand_layout(PARTS[i][1]))
-            v_of_part = v.slice(PARTS[i][0], PARTS[i][1], 1)
-            part = warpgroup_mma(p_of_part, v_of_part, acc[i], is_async=True)
-            parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
-        return parts
+    parts = ()
+    for i in gl.static_range(len(PARTS)):
+        if PARTS[i][0] < config.HEAD_DIM:
+            v_of_part = select_columns(v, PARTS[i][0], PARTS[i][1])
+        else:
+            v_tail = tiles.v_tail.index(kv_state.stage())  # [BLOCK_N, V_TAIL_DIM]
+            v_of_part = select_columns(v_tail, 0, PARTS[i][1])
+        # the same registers
+        p_of_part = gl.convert_layout(p, p_operand_layout(PARTS[i][1]))
+        part = warpgroup_mma(p_of_part, v_of_part, acc[i], is_async=True)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    return parts
 
 
 @gluon.jit
@@ -122,9 +151,14 @@ def wait_for_pv(acc, p):
     if len(acc) == 1:
         part, p = warpgroup_mma_wait(0, deps=[acc[0], p])
         return (part,), p
-    else:  # noqa: RET505 (a constexpr branch)
-        left, right, p = warpgroup_mma_wait(0, deps=[acc[0], acc[1], p])
-        return (left, right), p
+    elif len(acc) == 2:  # noqa: RET505 (constexpr branches)
+        first, second, p = warpgroup_mma_wait(0, deps=[acc[0], acc[1], p])
+        return (first, second), p
+    else:
+        first, second, third, p = warpgroup_mma_wait(
+            0, deps=[acc[0], acc[1], acc[2], p]
+        )
+        return (first, second, third), p
 
 
 @gluon.jit

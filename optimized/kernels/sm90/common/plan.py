@@ -233,7 +233,7 @@ class Sm90Plan:
         Calls of one signature differ in their tokens, and in their keys if these are ragged. A
         cache has the same blocks in all of them, unless it was converted for the call.
         """
-        tokens = query.shape[0] - self.tokens
+        tokens = (query.shape[0] - self.tokens) * self.config.ROWS_PER_TOKEN
         keys = (key.shape[0] - self.keys) * (self.planes[1].block_rows or 1)
         return tokens, keys, keys, tokens
 
@@ -253,11 +253,12 @@ class Sm90Plan:
             shape, strides = [plane.rows + extra_rows, plane.width], [plane.stride, 1]
             return TensorDescriptor(address, shape, strides, box, SWIZZLED.value)
         config = self.config
-        # the first are the queries, the last the output
-        head_size = config.HEAD_SIZE + (config.TAIL_DIM if index == 0 else 0)
+        # queries, keys, values, output
+        head_size = config.KEY_SIZE if index < 2 else config.HEAD_SIZE
         head_stride = plane.head_columns + plane.head_rows * plane.stride
         # keys and values are the second and the third
-        heads = self.num_heads // (self.group_size if index in (1, 2) else 1)
+        in_row = self.group_size if index in (1, 2) else config.ROWS_PER_TOKEN
+        heads = self.num_heads // in_row
         # those of one head
         rows = plane.rows - (heads - 1) * plane.head_rows + extra_rows
         return TensorDescriptor(

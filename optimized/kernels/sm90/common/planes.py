@@ -13,13 +13,11 @@ import torch
 from .....contract.attention_options import AttentionOptions
 from ....runtime.attention_call import AttentionCall
 from ....runtime.launcher import next_power_of_2
-from .config import WARPGROUP_M
+from .config import SWIZZLE_ROWS, WARPGROUP_M
 
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_SIZES = (64, 80, 96, 112, 128, 256)
-"""Head sizes of queries, keys and values that are alike."""
-TAIL_DIMS = {(192, 128): 64}
-"""Other head sizes, of queries and keys and of values, with the columns that values lack."""
+HEAD_SIZES = range(8, 257, 8)
+"""Head sizes of queries and keys, and of values: TMA takes strides of multiples of 16 bytes."""
 READ_OPTIONS = (
     "causal",
     "batch_invariant",
@@ -92,23 +90,17 @@ def find_planes(call: AttentionCall) -> tuple[Plane, Plane, Plane, Plane] | None
         return None
     if any(option is not None for option in get_other_options(call.options)):
         return None
-    has_lower_bound = (
-        call.options.sliding_window is not None
-        or call.options.attention_chunk_size is not None
-    )
-    if has_lower_bound and not call.options.causal:
-        return None
     dtype, head_size = query.dtype, query.shape[-1]
     if dtype not in DTYPES or not dtype == key.dtype == value.dtype:
         return None
     if call.out.dtype not in (dtype, torch.float32):
         return None
-    value_size = value.shape[-1]
-    is_alike = head_size == value_size and head_size in HEAD_SIZES
-    if not is_alike and (head_size, value_size) not in TAIL_DIMS:
+    if head_size not in HEAD_SIZES or value.shape[-1] not in HEAD_SIZES:
         return None
     block_size = 0 if block_table is None else key.shape[1]
-    if block_size % 16 or (block_table is not None and block_table.stride(1) != 1):
+    if block_size % SWIZZLE_ROWS.value or (
+        block_table is not None and block_table.stride(1) != 1
+    ):
         return None
     q_plane, k_plane, v_plane, out_plane = (
         find_plane(tensor.shape, tensor.stride())

@@ -92,12 +92,13 @@ def produce_q_and_k(
     """
     TILE_TOKENS: gl.constexpr = config.CONSUMERS * count_tokens(config)
     PAGED: gl.constexpr = config.BLOCK_SIZE > 0
+    ROWS: gl.constexpr = config.ROWS_PER_TOKEN
     batch = loads.batch
     states = start_loads(config)
     item = gl.program_id(0)
     zero = gl.to_tensor(0)
-    items = find_request(batch, item, zero, zero, TILE_TOKENS)
-    request = load_request(batch, items.req, PAGED)
+    items = find_request(batch, item, zero, zero, TILE_TOKENS, ROWS)
+    request = load_request(batch, items.req, PAGED, ROWS)
     while items.req >= 0:
         # fetched now, needed after this item's keys
         fetched = fetch_and_increment(work_counter)
@@ -106,9 +107,9 @@ def produce_q_and_k(
         item = gl.num_programs(0) + first_lane(fetched)
         if item >= items.end_item:
             items = find_request(
-                batch, item, items.scanned_reqs, items.scanned_items, TILE_TOKENS
+                batch, item, items.scanned_reqs, items.scanned_items, TILE_TOKENS, ROWS
             )
-            request = load_request(batch, items.req, PAGED)
+            request = load_request(batch, items.req, PAGED, ROWS)
     publish_end(shared, states.work, config)
     reset_counter(work_counter)
 

@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from .config import WARP_SIZE
 from .stream_k import add
-from .tile_range import first_visible_key
-from .traits import has_lower_bound, warp_layout
+from .tile_range import end_of_visible_keys, first_visible_key
+from .traits import has_lower_bound, has_upper_bound, warp_layout
 from .work_item import WorkItem
 
 REQS_PER_SCAN = gl.constexpr(32)
@@ -81,36 +81,42 @@ class ItemRange(NamedTuple):
 
 
 @gluon.jit
-def _count_items(batch, scanned_reqs, TILE_TOKENS: gl.constexpr):
+def _count_items(
+    batch, scanned_reqs, TILE_TOKENS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr
+):
     """Return the work items of the next 32 requests, from the batch's last request on.  # [32]"""
     lane = gl.arange(0, REQS_PER_SCAN, warp_layout(gl.num_warps()))  # [32]
     req = batch.num_reqs - 1 - scanned_reqs - lane
     start = gl.load(batch.query_start_loc + req, mask=req >= 0, other=0)
     end = gl.load(batch.query_start_loc + req + 1, mask=req >= 0, other=0)
-    query_len = (end - start).to(gl.int32)
+    query_len = (end - start).to(gl.int32) * ROWS_PER_TOKEN
     is_prefill = query_len * batch.group_size > batch.max_decode_rows
     tiles = (query_len + TILE_TOKENS - 1) // TILE_TOKENS
     return gl.where(is_prefill, tiles, 0) * batch.num_heads
 
 
 @gluon.jit
-def find_request(batch, item, scanned_reqs, scanned_items, TILE_TOKENS: gl.constexpr):
+def find_request(
+    batch, item, scanned_reqs, scanned_items,
+    TILE_TOKENS: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr = 1,
+):  # fmt: skip
     """Return the `ItemRange` of the request that a work item belongs to.
 
     Args:
         batch: `BatchArgs`.
         item: number of the work item.
         scanned_reqs, scanned_items: of the last `ItemRange`; 0 at first.
-        TILE_TOKENS: tokens of a work item.
+        TILE_TOKENS: tokens of a work item, or its rows if there are several per token.
+        ROWS_PER_TOKEN: that of `Sm90Config`.
     """
-    counts = _count_items(batch, scanned_reqs, TILE_TOKENS)  # [32]
+    counts = _count_items(batch, scanned_reqs, TILE_TOKENS, ROWS_PER_TOKEN)  # [32]
     total = gl.sum(counts, 0)
     while (item >= scanned_items + total) & (
         scanned_reqs + REQS_PER_SCAN < batch.num_reqs
     ):
         scanned_reqs += REQS_PER_SCAN
         scanned_items += total
-        counts = _count_items(batch, scanned_reqs, TILE_TOKENS)
+        counts = _count_items(batch, scanned_reqs, TILE_TOKENS, ROWS_PER_TOKEN)
         total = gl.sum(counts, 0)
     ends = scanned_items + gl.associative_scan(counts, 0, add)  # [32]
     is_before = ends <= item  # [32]
@@ -122,8 +128,11 @@ def find_request(batch, item, scanned_reqs, scanned_items, TILE_TOKENS: gl.const
 
 
 @gluon.jit
-def load_request(batch, req, PAGED: gl.constexpr):
-    """Return the `RequestBounds` with this index; zeros if the index is negative."""
+def load_request(batch, req, PAGED: gl.constexpr, ROWS_PER_TOKEN: gl.constexpr = 1):
+    """Return the `RequestBounds` with this index; zeros if the index is negative.
+
+    With several rows per token, its queries are counted in rows.
+    """
     is_req = req >= 0
     start = gl.load(batch.query_start_loc + req, mask=is_req, other=0).to(gl.int32)
     end = gl.load(batch.query_start_loc + req + 1, mask=is_req, other=0).to(gl.int32)
@@ -133,7 +142,8 @@ def load_request(batch, req, PAGED: gl.constexpr):
         kv_start = seq_len
         kv_end = gl.load(batch.kv_lens + req + 1, mask=is_req, other=0).to(gl.int32)
         seq_len = kv_end - kv_start
-    return RequestBounds(start, end - start, seq_len, kv_start)
+    start *= ROWS_PER_TOKEN
+    return RequestBounds(start, end * ROWS_PER_TOKEN - start, seq_len, kv_start)
 
 
 @gluon.jit
@@ -148,10 +158,11 @@ def locate_work(
     # a request's last tokens come first
     num_q_tiles = (request.query_len + TILE_TOKENS - 1) // TILE_TOKENS
     first_token = (num_q_tiles - 1 - tiles_after) * TILE_TOKENS
-    position = request.seq_len - request.query_len + first_token
+    position = request.seq_len * config.ROWS_PER_TOKEN - request.query_len + first_token
     kv_end = request.seq_len
-    if config.CAUSAL:
-        kv_end = gl.minimum(gl.maximum(position + TILE_TOKENS, 0), request.seq_len)
+    if has_upper_bound(config):
+        kv_end = end_of_visible_keys(position + TILE_TOKENS - 1, config)
+        kv_end = gl.minimum(gl.maximum(kv_end, 0), request.seq_len)
     num_kv_tiles = (kv_end + BLOCK_N - 1) // BLOCK_N
     if has_lower_bound(config):
         num_kv_tiles -= first_visible_key(position, config) // BLOCK_N

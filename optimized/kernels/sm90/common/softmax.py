@@ -9,8 +9,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .config import WARPGROUP_M
-from .tile_range import first_visible_key
-from .traits import MASK_BEGIN, MASK_END, p_operand_layout, qk_layout
+from .tile_range import end_of_visible_keys, first_visible_key
+from .traits import (
+    MASK_BEGIN,
+    MASK_END,
+    has_upper_bound,
+    p_operand_layout,
+    qk_layout,
+)
 from .work_item import find_token
 
 
@@ -74,8 +80,8 @@ def mask_qk(qk, kv_tile, position, seq_len, MASKS: gl.constexpr, config: gl.cons
     end = gl.full([WARPGROUP_M], seq_len, gl.int32, ROWS)  # [WARPGROUP_M]
     row = gl.arange(0, WARPGROUP_M, ROWS)
     row_position = position + find_token(row, config)  # [WARPGROUP_M]
-    if config.CAUSAL:
-        end = gl.minimum(row_position + 1, seq_len)
+    if has_upper_bound(config):
+        end = gl.minimum(end_of_visible_keys(row_position, config), seq_len)
     # relative to the tile, because then the columns are constants
     end -= kv_tile * BLOCK_N
     if MASKS & MASK_END:

@@ -20,7 +20,7 @@ from .config import (
 )
 from .gluon_names import reinterpret
 from .pipeline import MbarrierRing, allocate_barriers
-from .traits import box_rows, count_q_stages
+from .traits import box_rows, count_q_stages, q_columns
 from .work_item import WORK_FIELDS
 
 
@@ -28,12 +28,12 @@ class SharedStorage(NamedTuple):
     """Shared memory that the warps of a program have in common.
 
     Args:
-        q: [query stages * consumers, WARPGROUP_M, HEAD_DIM] query tiles. A finished output tile
-            overwrites its query tile, and is stored from there.
-        q_tail: [query stages * consumers, WARPGROUP_M, TAIL_DIM] the queries' columns after
-            HEAD_DIM. Without TAIL_DIM it is `q`, and not used.
+        q: [query stages * consumers, WARPGROUP_M, columns] query tiles. A finished output tile
+            overwrites its query tile, and is stored from there (`q_columns`).
+        q_tail: [query stages * consumers, WARPGROUP_M, BOX_COLUMNS] the columns of the tails of
+            queries and outputs. Without tails it is `q`, and not used.
         k, v: [boxes, box rows, BOX_COLUMNS] the stages of the KV tiles, as TMA fills them.
-        k_tail: the same of the keys' columns after HEAD_DIM. Without TAIL_DIM it is `k`.
+        k_tail, v_tail: the same of the tails. Without TAIL_DIM or V_TAIL_DIM they are `k` or `v`.
         work: [WORK_STAGES, 32 * WORK_FIELDS] the published work items, one copy per lane.
         q_pipe: one stage per query tile of a warpgroup.
         k_pipe: one stage per K tile. Its empty barrier i covers K tile i and V tile i - 1, so
@@ -49,6 +49,7 @@ class SharedStorage(NamedTuple):
     k: Any
     k_tail: Any
     v: Any
+    v_tail: Any
     work: Any
     q_pipe: Any
     k_pipe: Any
@@ -58,17 +59,38 @@ class SharedStorage(NamedTuple):
 
 
 @gluon.jit
-def packed_q(shared, config: gl.constexpr):
-    """Return the query tiles in the shape of TMA boxes of tokens, query heads and columns.
+def view_output(shared, q_tile, config: gl.constexpr):
+    """Return the memory of a query tile as the output tile's.  # [WARPGROUP_M, HEAD_DIM]"""
+    TILES: gl.constexpr = q_columns(config)[0] // config.HEAD_DIM
+    if TILES == 1:
+        return shared.q.index(q_tile)
+    else:  # noqa: RET505 (a constexpr branch)
+        shape: gl.constexpr = [shared.q.shape[0] * TILES, WARPGROUP_M, config.HEAD_DIM]
+        tiles = reinterpret(shared.q, shared.q.dtype, shape, SWIZZLED)
+        return tiles.index(q_tile * TILES)
 
-    Returns:
-        [query stages * consumers, tokens, GROUP, HEAD_DIM], the same memory as `shared.q`. If GROUP
-        does not divide WARPGROUP_M, tokens and heads are those of `box_rows`.
+
+@gluon.jit
+def view_box(tiles, desc, tile, j, config: gl.constexpr):
+    """Return where a TMA box of a query or output tile is stored.
+
+    Args:
+        tiles: `SharedStorage.q` or `q_tail`.
+        desc: the tensor map. Its boxes have rows and columns, or tokens, query heads and columns.
+        tile: index of the query tile.
+        j: index of the box in the tile.
     """
-    TILES: gl.constexpr = shared.q.shape[0]
-    ROWS: gl.constexpr = box_rows(config)
-    boxes: gl.constexpr = [TILES, ROWS[0], ROWS[1], config.HEAD_DIM]
-    return reinterpret(shared.q, shared.q.dtype, boxes, SWIZZLED_3D)
+    COLUMNS: gl.constexpr = desc.block_type.shape[-1]
+    BOXES: gl.constexpr = tiles.shape[2] // COLUMNS
+    STORED: gl.constexpr = tiles.shape[0] * BOXES
+    if len(desc.block_type.shape) == 3:
+        ROWS: gl.constexpr = box_rows(config)
+        packed: gl.constexpr = [STORED, ROWS[0], ROWS[1], COLUMNS]
+        boxes = reinterpret(tiles, desc.dtype, packed, SWIZZLED_3D)
+    else:
+        plain: gl.constexpr = [STORED, WARPGROUP_M, COLUMNS]
+        boxes = reinterpret(tiles, desc.dtype, plain, SWIZZLED)
+    return boxes.index(tile * BOXES + j)
 
 
 @gluon.jit
@@ -81,30 +103,28 @@ def allocate(k_desc, v_desc, config: gl.constexpr):
     dtype: gl.constexpr = k_desc.dtype
     k_box_rows: gl.constexpr = k_desc.block_type.shape[0]
     v_box_rows: gl.constexpr = v_desc.block_type.shape[0]
-    HEAD_DIM: gl.constexpr = config.HEAD_DIM
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
     Q_STAGES: gl.constexpr = count_q_stages(config)
-    COLUMN_BOXES: gl.constexpr = HEAD_DIM // BOX_COLUMNS
-    K_BOXES: gl.constexpr = STAGES * (BLOCK_N // k_box_rows) * COLUMN_BOXES
-    V_BOXES: gl.constexpr = STAGES * (BLOCK_N // v_box_rows) * COLUMN_BOXES
-    q = gl.allocate_shared_memory(
-        dtype, [Q_STAGES * config.CONSUMERS, WARPGROUP_M, HEAD_DIM], SWIZZLED
-    )
-    k = gl.allocate_shared_memory(dtype, [K_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED)
-    v = gl.allocate_shared_memory(dtype, [V_BOXES, v_box_rows, BOX_COLUMNS], SWIZZLED)
-    # not None without TAIL_DIM: triton 3.6 does not return a tuple with None
+    Q_TILES: gl.constexpr = Q_STAGES * config.CONSUMERS
+    Q_COLUMNS: gl.constexpr = q_columns(config)
+    K_ROWS: gl.constexpr = STAGES * (BLOCK_N // k_box_rows)
+    V_ROWS: gl.constexpr = STAGES * (BLOCK_N // v_box_rows)
+    q = gl.allocate_shared_memory(dtype, [Q_TILES, WARPGROUP_M, Q_COLUMNS[0]], SWIZZLED)
+    k = _allocate_boxes(dtype, K_ROWS * (config.KEY_DIM // BOX_COLUMNS), k_box_rows)
+    v = _allocate_boxes(dtype, V_ROWS * (config.HEAD_DIM // BOX_COLUMNS), v_box_rows)
+    # not None without tails: triton 3.6 does not return a tuple with None
     q_tail = q
     k_tail = k
+    v_tail = v
+    if Q_COLUMNS[1] > 0:
+        # one box per tile
+        gl.static_assert(Q_COLUMNS[1] == BOX_COLUMNS)
+        q_tail = _allocate_boxes(dtype, Q_TILES, WARPGROUP_M)
     if config.TAIL_DIM > 0:
-        # one box per row of boxes
-        gl.static_assert(config.TAIL_DIM == BOX_COLUMNS)
-        q_tail = gl.allocate_shared_memory(
-            dtype, [Q_STAGES * config.CONSUMERS, WARPGROUP_M, BOX_COLUMNS], SWIZZLED
-        )
-        k_tail = gl.allocate_shared_memory(
-            dtype, [K_BOXES // COLUMN_BOXES, k_box_rows, BOX_COLUMNS], SWIZZLED
-        )
+        k_tail = _allocate_boxes(dtype, K_ROWS, k_box_rows)
+    if config.V_TAIL_DIM > 0:
+        v_tail = _allocate_boxes(dtype, V_ROWS, v_box_rows)
     work = gl.allocate_shared_memory(
         gl.int32, [WORK_STAGES, WARP_SIZE * WORK_FIELDS], LINEAR
     )
@@ -130,5 +150,11 @@ def allocate(k_desc, v_desc, config: gl.constexpr):
     mbarrier.init(never.index(0), count=1)
     fence_async_shared()
     return SharedStorage(
-        q, q_tail, k, k_tail, v, work, q_pipe, k_pipe, v_pipe, work_pipe, never
+        q, q_tail, k, k_tail, v, v_tail, work, q_pipe, k_pipe, v_pipe, work_pipe, never
     )
+
+
+@gluon.jit
+def _allocate_boxes(dtype: gl.constexpr, BOXES: gl.constexpr, ROWS: gl.constexpr):
+    """Return shared memory of boxes of 64 columns.  # [BOXES, ROWS, BOX_COLUMNS]"""
+    return gl.allocate_shared_memory(dtype, [BOXES, ROWS, BOX_COLUMNS], SWIZZLED)

@@ -9,18 +9,56 @@ from .traits import count_tokens, has_lower_bound, has_own_tiles
 
 
 @gluon.jit
+def _to_token(position, config: gl.constexpr):
+    """Return the position of the token of a query row; negative before the first key.
+
+    Args:
+        position: a number, or [rows], in rows.
+    """
+    ROWS: gl.constexpr = config.ROWS_PER_TOKEN
+    if ROWS == 1:
+        return position
+    else:  # noqa: RET505 (a constexpr branch)
+        # a sum first, because division rounds toward 0 and not down
+        return (position + ROWS) // ROWS - 1
+
+
+@gluon.jit
 def first_visible_key(position, config: gl.constexpr):
     """Return the first key that a query at `position` attends to.
 
     Args:
         position: a number, or [rows] of several queries. Negative before the first key.
     """
+    position = _to_token(position, config)
     begin = position * 0
     if config.WINDOW > 0:
         begin = gl.maximum(begin, position - (config.WINDOW - 1))
     if config.CHUNK_SIZE > 0:
         begin = gl.maximum(begin, position // config.CHUNK_SIZE * config.CHUNK_SIZE)
     return begin
+
+
+@gluon.jit
+def end_of_visible_keys(position, config: gl.constexpr):
+    """Return one more than the last key that a query at `position` may attend to.
+
+    It may be past the sequence's end. Not for configs without an upper bound (`has_upper_bound`).
+
+    Args:
+        position: a number, or [rows] of several queries. Negative before the first key.
+    """
+    position = _to_token(position, config)
+    if config.CAUSAL:
+        return position + 1
+    elif config.CHUNK_SIZE == 0:  # noqa: RET505 (constexpr branches)
+        return position + config.WINDOW
+    else:
+        # a sum first, because division rounds toward 0 and not down
+        end = (position + config.CHUNK_SIZE) // config.CHUNK_SIZE * config.CHUNK_SIZE
+        if config.WINDOW > 0:
+            end = gl.minimum(end, position + config.WINDOW)
+        return end
 
 
 @gluon.jit
@@ -67,7 +105,7 @@ def find_tiles(work, position, config: gl.constexpr):
     # without a mask for any row of the work item
     full_end = work.seq_len // BLOCK_N
     if config.CAUSAL:
-        full_end = gl.maximum(work.position + 1, 0) // BLOCK_N
+        full_end = gl.maximum(end_of_visible_keys(work.position, config), 0) // BLOCK_N
     first = first_kv_tile(work, config)
     last = first + work.num_kv_tiles - 1
     full_begin = first
@@ -76,10 +114,11 @@ def find_tiles(work, position, config: gl.constexpr):
     # of this warpgroup's own rows
     last_row = position + count_tokens(config) - 1
     if has_own_tiles(config):
-        own_last = gl.minimum(gl.maximum(last_row // BLOCK_N, first), last)
+        own_last = (end_of_visible_keys(last_row, config) - 1) // BLOCK_N
+        own_last = gl.minimum(gl.maximum(own_last, first), last)
         after = last - own_last
         last = own_last
-        full_end = gl.maximum(position + 1, 0) // BLOCK_N
+        full_end = gl.maximum(end_of_visible_keys(position, config), 0) // BLOCK_N
     if has_lower_bound(config):
         own_first = gl.minimum(first_visible_key(position, config) // BLOCK_N, last)
         if config.SPLIT_TILES > 0:

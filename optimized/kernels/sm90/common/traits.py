@@ -6,13 +6,19 @@ All figures are of an H200 with triton 3.6, as in `config.py`.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .config import WARPGROUP_M
+from .config import BOX_COLUMNS, WARPGROUP_M
 
 
 @gluon.constexpr_function
 def has_lower_bound(config):
     """Return whether a query's first visible key depends on its position."""
     return config.WINDOW > 0 or config.CHUNK_SIZE > 0
+
+
+@gluon.constexpr_function
+def has_upper_bound(config):
+    """Return whether the end of a query's visible keys depends on its position."""
+    return config.CAUSAL or config.WINDOW > 0 or config.CHUNK_SIZE > 0
 
 
 @gluon.constexpr_function
@@ -67,10 +73,14 @@ MASK_BEGIN = gl.constexpr(2)
 def choose_masks(config):
     """Return the masks of KV tiles at the end of the visible range, and of those at its begin.
 
-    One tile may need both if a window is shorter than a warpgroup's tokens and a KV tile.
+    One tile may need both if a window is shorter than a warpgroup's tokens and a KV tile. A window
+    to both sides has its begin and its end twice as far apart. If it has the keys of a tile, its
+    begin is not in the tile with the sequence's end either.
     """
     both = MASK_END.value + MASK_BEGIN.value
-    shortest = WARPGROUP_M.value // config.GROUP + config.BLOCK_N
+    shortest = config.BLOCK_N
+    if config.CAUSAL:
+        shortest += WARPGROUP_M.value // config.GROUP
     if config.CHUNK_SIZE or 0 < config.WINDOW < shortest:
         return both, both
     if config.WINDOW and config.SPLIT_TILES:
@@ -80,25 +90,71 @@ def choose_masks(config):
 
 
 @gluon.constexpr_function
-def split_columns(head_size):
-    """Return a head's columns as (first, size) of parts whose sizes are powers of two."""
+def split_columns(size):
+    """Return columns as (first, size) of parts whose sizes are powers of two, 16 at least.
+
+    A product over columns takes 16 at once.
+
+    Example:
+        88: 64 columns, 16, and 16 of which the last 8 are padding.
+    """
     parts, first = [], 0
-    while first < head_size:
-        size = 1 << ((head_size - first).bit_length() - 1)
-        parts.append((first, size))
-        first += size
+    while first < size:
+        columns = max(16, 1 << ((size - first).bit_length() - 1))
+        parts.append((first, columns))
+        first += columns
     return tuple(parts)
+
+
+@gluon.constexpr_function
+def key_columns(config, is_tail):
+    """Return the columns of the tile of queries and keys, or of its tail, as (first, size)."""
+    if is_tail:
+        return split_columns(config.KEY_SIZE - config.KEY_DIM)
+    return split_columns(min(config.KEY_SIZE, config.KEY_DIM))
 
 
 @gluon.constexpr_function
 def acc_columns(config):
     """Return the columns of the accumulator's parts as (first, size).
 
-    Three warpgroups have no registers for columns that are not stored.
+    Columns that are not stored take registers and products, so a head is whole boxes of 64 columns,
+    and one part of 16, 32 or 64 columns after them.
+
+    Example:
+        80: 64 and 16. 112: 128. 160: 128 and 32. 208: 128, 64 and 16.
     """
-    if config.CONSUMERS == 3:
-        return split_columns(config.HEAD_SIZE)
-    return ((0, config.HEAD_DIM),)
+    if config.WHOLE_ACC:
+        return ((0, config.HEAD_DIM),)
+    boxes, rest = divmod(config.HEAD_SIZE, BOX_COLUMNS.value)
+    rest = 1 << max(rest - 1, 15).bit_length() if rest else 0
+    if rest == BOX_COLUMNS.value:
+        boxes, rest = boxes + 1, 0
+    parts = split_columns(boxes * BOX_COLUMNS.value)
+    return (*parts, (boxes * BOX_COLUMNS.value, rest)) if rest else parts
+
+
+@gluon.constexpr_function
+def q_columns(config):
+    """Return the columns of a query tile, which the output tile overwrites, and of its tail."""
+    tail = max(config.TAIL_DIM, config.V_TAIL_DIM)
+    return max(config.KEY_DIM, config.HEAD_DIM), tail
+
+
+@gluon.constexpr_function
+def has_padded_columns(config):
+    """Return whether a value's tiles have columns that the head does not have."""
+    return config.HEAD_SIZE < config.HEAD_DIM + config.V_TAIL_DIM
+
+
+@gluon.constexpr_function
+def clears_padding(config):
+    """Return whether producer warp 1 may clear the rows of no request.
+
+    With keys of 192 and values of 128 this code would change the schedule of the consumers' main
+    loop (triton 3.6).
+    """
+    return (config.KEY_SIZE, config.HEAD_SIZE) != (192, 128)
 
 
 @gluon.constexpr_function
@@ -114,11 +170,16 @@ def has_row_scales(config):
 def count_q_stages(config):
     """Return the query tiles per warpgroup.
 
-    With two, the next work item's is loaded while this one's output is stored. At head size 256,
-    with TAIL_DIM, and with more stages, there is shared memory for one.
+    With two, the next work item's is loaded while this one's output is stored. At head sizes above
+    128, and with more stages, there is shared memory for one: 224 KiB hold 114,688 elements.
     """
-    kv_elements = config.STAGES * config.BLOCK_N * config.HEAD_DIM
-    return 1 if config.HEAD_DIM == 256 or config.TAIL_DIM or kv_elements > 32768 else 2
+    columns = config.KEY_DIM + config.TAIL_DIM + config.HEAD_DIM + config.V_TAIL_DIM
+    kv_elements = config.STAGES * config.BLOCK_N * columns
+    # those of `q_columns`, which triton 3.6 would give a tuple without names
+    in_tile = max(config.KEY_DIM, config.HEAD_DIM)
+    in_tile += max(config.TAIL_DIM, config.V_TAIL_DIM)
+    q_elements = config.CONSUMERS * WARPGROUP_M.value * in_tile
+    return 1 if kv_elements > 65536 or kv_elements + 2 * q_elements > 114688 else 2
 
 
 @gluon.constexpr_function

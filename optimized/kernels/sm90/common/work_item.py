@@ -78,7 +78,8 @@ def find_rows(work, row, config: gl.constexpr):
 
     Returns:
         [WARPGROUP_M]; [WARPGROUP_M], or one number if all rows have the same query head. A row
-        without a token has the next warpgroup's first token.
+        without a token has the next warpgroup's first token. With several rows per token, the row
+        stands for the token.
     """
     if has_unused_rows(config):
         of_warpgroup = row % WARPGROUP_M
@@ -88,6 +89,8 @@ def find_rows(work, row, config: gl.constexpr):
     elif config.GROUP > 1:  # noqa: RET505 (constexpr branches)
         head = work.head * config.GROUP + row % config.GROUP
         return row // config.GROUP, head
+    elif config.ROWS_PER_TOKEN > 1:
+        return row, (work.query_start + row) % config.ROWS_PER_TOKEN
     else:
         return row, work.head
 

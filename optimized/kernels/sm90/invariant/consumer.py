@@ -25,7 +25,7 @@ from ..common.pipeline import (
 )
 from ..common.roles import consume_items
 from ..common.score import softmax_scale
-from ..common.storage import packed_q
+from ..common.storage import view_box, view_output
 from ..common.tile_range import find_tiles
 from ..common.traits import acc_layout, count_tokens, uses_ping_pong
 from .fold import fold, normalize_state
@@ -76,10 +76,7 @@ def compute_splits(
             CONSUMER,
         )  # fmt: skip
         q_state = q_state.advance()
-    _store(
-        output, tiles.q, packed_q(shared, config).index(tiles.q_tile), acc, m_i, l_i, work, score,
-        config, CONSUMER,
-    )  # fmt: skip
+    _store(shared, output, tiles.q_tile, acc, m_i, l_i, work, score, config, CONSUMER)
     release_stored_q(shared, q_state, work, config)
     return kv_state, q_state
 
@@ -175,14 +172,13 @@ def _attend_to_splits(
 
 @gluon.jit
 def _store(
-    output, q, staging, acc, m_i, l_i, work, score,
+    shared, output, q_tile, acc, m_i, l_i, work, score,
     config: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Store a warpgroup's rows: their results, or their states if programs share them.
 
     Args:
-        q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
-        staging: the same memory in the shape of a TMA box of the output.
+        q_tile: index of the query tile, which was read.
     """
     LAYOUT: gl.constexpr = acc_layout(config.HEAD_DIM)
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -211,10 +207,12 @@ def _store(
         is_whole = work.seq_len - work.position >= first_token + count_tokens(config)
         is_whole &= (work.num_kv_tiles > 0) & (output.group_size == config.GROUP)
         if is_whole:
-            q.store(result.to(q.dtype))
+            tile = view_output(shared, q_tile, config)
+            tile.store(result.to(tile.dtype))
             fence_async_shared()
             first_head = work.head * config.GROUP
             box = [work.query_start + first_token, first_head, 0]
+            staging = view_box(shared.q, output.out_desc, q_tile, 0, config)
             async_store(output.out_desc, box, staging)
         else:
             store_rows(output, result, token, head, is_row, config)

@@ -27,7 +27,7 @@ from ....runtime.launcher import Launcher, next_power_of_2
 from ....runtime.workspace import find_workspace
 from ...portable.host.make_launches import MAX_WORKSPACE
 from ..common.chip import is_hopper
-from ..common.config import BOX_COLUMNS, WARPGROUP_M
+from ..common.config import BOX_COLUMNS, WARPGROUP_M, with_whole_acc
 from ..common.entry import launch_by_pointers
 from ..common.plan import Sm90Plan
 from ..common.planes import takes_groups, unsupported
@@ -60,8 +60,8 @@ def plan(call: AttentionCall) -> "InvariantPlan":
     """
     if not _is_supported(call):
         raise unsupported("batch-invariant Hopper kernel")
-    base = sm90.plan(call)
-    config = base.config
+    base = sm90.plan(call, may_cut_tokens=False)
+    config = with_whole_acc(base.config)
     group = next_power_of_2(base.group_size)
     config = config._replace(
         # a row does not depend on whether its log-sum-exp is wanted

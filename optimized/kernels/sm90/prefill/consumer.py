@@ -15,7 +15,6 @@ from ..common.pipeline import release_stored_q
 from ..common.roles import consume_items
 from ..common.score import softmax_scale
 from ..common.softmax import rescale
-from ..common.storage import packed_q
 from ..common.tile_range import find_tiles
 from ..common.traits import (
     acc_columns,
@@ -88,9 +87,6 @@ def compute_tile(
         sink = gl.load(score.sinks + head)
         lse = gl.full([WARPGROUP_M], 0.0, gl.float32, ACC_ROWS) + sink
     tiles = select_tiles(shared, kv, q_state, config, CONSUMER)
-    staging = tiles.q
-    if len(output.out_desc.block_type.shape) == 3:
-        staging = packed_q(shared, config).index(tiles.q_tile)
     if work.num_kv_tiles > 0:
         position = work.position + CONSUMER * count_tokens(config)
         row_scale = scale_log2
@@ -113,7 +109,8 @@ def compute_tile(
         # again, so that they take no registers in the main loops
         token, head = find_rows(work, row, config)
     store_tile(
-        output, tiles.q, staging, acc, lse, work, token, head, column, config, CONSUMER
-    )
+        shared, output, tiles.q_tile, acc, lse, work, token, head, column, config,
+        CONSUMER,
+    )  # fmt: skip
     release_stored_q(shared, q_state, work, config)
     return kv_state, q_state

@@ -1,6 +1,6 @@
 """Cost of Hopper's prefill kernel, and the choice between its query tiles.
 
-For groups that do not divide WARPGROUP_ROWS there are two: of one query head, and of all query
+For most groups that do not divide WARPGROUP_ROWS there are two: of one query head, and of all query
 heads of a KV head.
 """
 
@@ -29,13 +29,14 @@ take 65.3. Without the term they were estimated to take 31.9, 58.6 and 58.7."""
 
 
 def estimate_hopper_prefill(
-    layer: Layer, batch: BatchBounds, has_packed: bool
+    layer: Layer, batch: BatchBounds, has_packed: bool, is_cut: bool = False
 ) -> float:
     """Return the microseconds of a prefill launch.
 
     Args:
         has_packed: whether there are query tiles of all query heads of a KV head for short
             requests, although the group does not divide WARPGROUP_ROWS.
+        is_cut: whether query tiles have all query heads of a KV head, and begin within a token.
     """
     size = 64 if layer.numbers <= 128 else 128
     rows, group_size = TILE_ROWS[size], layer.group_size
@@ -50,7 +51,7 @@ def estimate_hopper_prefill(
     heads = layer.kv_heads
     if has_packed and packs_heads(group_size, batch.max_query_len, rows):
         tiles = -(-batch.max_query_len // packed_tokens(group_size, rows))
-    elif WARPGROUP_ROWS % group_size:
+    elif WARPGROUP_ROWS % group_size and not is_cut:
         # a tile has the rows of one query head
         tiles, heads = -(-batch.max_query_len // rows), heads * group_size
     else:

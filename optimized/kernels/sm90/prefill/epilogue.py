@@ -6,8 +6,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common.config import LN_2, LOG2_E
 from ..common.gluon_names import async_store
+from ..common.mma import select_columns
 from ..common.softmax import rescale
-from ..common.traits import acc_columns, acc_layout, count_tokens, has_unused_rows
+from ..common.storage import view_box, view_output
+from ..common.traits import (
+    acc_columns,
+    acc_layout,
+    count_tokens,
+    has_padded_columns,
+    has_unused_rows,
+)
 
 
 @gluon.jit
@@ -44,9 +52,9 @@ def normalize(acc, m_i, l_i, scale_log2, sink):
 
 @gluon.jit
 def store_tile(
+    shared,
     output,
-    q,
-    staging,
+    q_tile,
     acc,
     lse,
     work,
@@ -62,9 +70,9 @@ def store_tile(
     would overwrite the next head. So are outputs of float32, which do not fit the query tile.
 
     Args:
+        shared: `SharedStorage`.
         output: `PrefillArguments`.
-        q: [WARPGROUP_M, HEAD_DIM] shared memory of the query tile, which was read.
-        staging: the same memory in the shape of a TMA box of the output.
+        q_tile: index of the query tile, which was read.
         acc: [WARPGROUP_M, columns] of each part of `acc_columns`, normalized rows.
         lse: [WARPGROUP_M].
         work: `WorkItem`.
@@ -74,48 +82,59 @@ def store_tile(
     dtype: gl.constexpr = output.out.dtype.element_ty
     TOKENS: gl.constexpr = count_tokens(config)
     FIRST_TOKEN: gl.constexpr = CONSUMER * TOKENS
-    num_queries = work.seq_len - work.position
+    num_queries = work.seq_len * config.ROWS_PER_TOKEN - work.position
     is_row = token < num_queries  # [WARPGROUP_M]
     if has_unused_rows(config):
         is_row = token < gl.minimum(num_queries, FIRST_TOKEN + TOKENS)
     is_whole = (work.num_kv_tiles > 0) & (num_queries >= FIRST_TOKEN + TOKENS)
+    query = (work.query_start + token) // config.ROWS_PER_TOKEN  # [WARPGROUP_M]
     PARTS: gl.constexpr = acc_columns(config)
     HAS_HEADS: gl.constexpr = len(output.out_desc.block_type.shape) == 3
-    if (config.HEAD_SIZE < config.HEAD_DIM and not HAS_HEADS) or dtype == gl.float32:
+    if (has_padded_columns(config) and not HAS_HEADS) or dtype == gl.float32:
         is_whole = False
     if is_whole:
+        tile = view_output(shared, q_tile, config)
         for i in gl.static_range(len(acc)):
-            part = q.slice(PARTS[i][0], PARTS[i][1], 1)
+            if PARTS[i][0] < config.HEAD_DIM:
+                part = select_columns(tile, PARTS[i][0], PARTS[i][1])
+            else:
+                part = select_columns(shared.q_tail.index(q_tile), 0, PARTS[i][1])
             if config.FITS_QUERIES:
                 # the tile and its tensor map have the dtype of the fitted queries
-                part.store(acc[i].to(dtype).to(q.dtype, bitcast=True))
+                part.store(acc[i].to(dtype).to(part.dtype, bitcast=True))
             else:
-                part.store(acc[i].to(q.dtype))
+                part.store(acc[i].to(part.dtype))
         fence_async_shared()
+        COLUMNS: gl.constexpr = output.out_desc.block_type.shape[-1]
+        first_row = work.query_start + FIRST_TOKEN
         if HAS_HEADS:
-            async_store(
-                output.out_desc,
-                [work.query_start + FIRST_TOKEN, work.head * config.GROUP, 0],
-                staging,
-            )
+            first_head = work.head * config.GROUP
         else:
-            async_store(
-                output.out_desc,
-                [
-                    work.query_start + FIRST_TOKEN + head * output.out_head_rows,
-                    head * output.out_head_columns,
-                ],
-                staging,
-            )
+            first_row += work.head * output.out_head_rows
+            first_head = work.head * output.out_head_columns
+        for j in gl.static_range(config.HEAD_DIM // COLUMNS):
+            if HAS_HEADS:
+                start = [first_row, first_head, j * COLUMNS]
+            else:
+                start = [first_row, first_head + j * COLUMNS]
+            box = view_box(shared.q, output.out_desc, q_tile, j, config)
+            async_store(output.out_desc, start, box)
+        if config.V_TAIL_DIM > 0:
+            if HAS_HEADS:
+                start = [first_row, first_head, config.HEAD_DIM]
+            else:
+                start = [first_row, first_head + config.HEAD_DIM]
+            box = view_box(shared.q_tail, output.out_desc, q_tile, 0, config)
+            async_store(output.out_desc, start, box)
     else:
-        offset = (work.query_start + token).to(gl.int64) * output.out_stride_token
+        offset = query.to(gl.int64) * output.out_stride_token
         offset += head.to(gl.int64) * output.out_stride_head  # [WARPGROUP_M]
         for i in gl.static_range(len(acc)):
             _store_columns(
                 output.out, acc[i].to(dtype), offset, column[i], is_row, config
             )
     if output.lse is not None:
-        offset = (work.query_start + token).to(gl.int64) * output.lse_stride_token
+        offset = query.to(gl.int64) * output.lse_stride_token
         offset += head.to(gl.int64) * output.lse_stride_head
         gl.store(output.lse + offset, lse, mask=is_row)
 
@@ -127,7 +146,7 @@ def _store_columns(out, acc, offset, column, is_row, config: gl.constexpr):
     first = gl.expand_dims(gl.convert_layout(offset, ROWS), 1)
     mask = gl.expand_dims(gl.convert_layout(is_row, ROWS), 1)
     is_column = column >= 0
-    if config.HEAD_SIZE < config.HEAD_DIM:
+    if has_padded_columns(config):
         is_column = column < config.HEAD_SIZE
     # rows begin at a multiple of 16 bytes
     address = gl.multiple_of(out + first + gl.expand_dims(column, 0), [1, 16])

@@ -36,15 +36,15 @@ def plan_packed(base: PrefillPlan) -> "PackedPlan | None":
 
     Returns:
         None if the number of these heads divides the rows of a warpgroup, which `base` packs, or is
-        larger. Also None for head size 192, whose tensor maps have no dimension of heads.
+        larger.
     """
     group, rows = base.group_size, WARPGROUP_M.value
-    if group > rows or rows % group == 0 or base.config.TAIL_DIM:
+    if group > rows or rows % group == 0:
         return None
     config = base.config._replace(GROUP=group)
     # `box_rows` of the kernel, which only Triton calls: version 3.6 gives it a tuple
-    box = (rows // 8, 8, config.HEAD_DIM)
-    return PackedPlan.derive(base, config, (box, *base.boxes[1:3], box))
+    q_box, out_box = ((rows // 8, 8, base.boxes[index][-1]) for index in (0, 3))
+    return PackedPlan.derive(base, config, (q_box, *base.boxes[1:3], out_box))
 
 
 @dataclass

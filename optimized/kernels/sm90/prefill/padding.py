@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common.config import BOX_COLUMNS, WARP_SIZE
 from ..common.roles import produce_v
+from ..common.traits import clears_padding
 
 
 @gluon.jit
@@ -20,8 +21,7 @@ def clear_and_produce_v(shared, batch, v, output, config: gl.constexpr):
         shared, batch, v: arguments of `produce_v`.
         output: `PrefillArguments`.
     """
-    # with a tail, this code would change the schedule of the consumers' main loop (triton 3.6)
-    if config.TAIL_DIM == 0:
+    if clears_padding(config):
         clear_padding(batch, output, output.cleared_tokens, config)
     produce_v(shared, batch, v, config)
 
@@ -38,9 +38,11 @@ def clear_padding(batch, output, cleared_tokens, config: gl.constexpr):
     out_token, out_head = _widen(output.out_stride_token, output.out_stride_head)
     lse_token, lse_head = _widen(output.lse_stride_token, output.lse_stride_head)
     for token in range(end + gl.program_id(0), cleared_tokens, gl.num_programs(0)):
-        for head in range(batch.num_heads * config.GROUP):
+        for head in range(batch.num_heads * config.GROUP * config.ROWS_PER_TOKEN):
             row = output.out + token * out_token + head * out_head
-            for i in gl.static_range(config.HEAD_DIM // BOX_COLUMNS):
+            for i in gl.static_range(
+                (config.HEAD_SIZE + BOX_COLUMNS - 1) // BOX_COLUMNS
+            ):
                 at = i * BOX_COLUMNS + column
                 # rows begin at a multiple of 16 bytes
                 address = gl.multiple_of(row + at, [16])

@@ -15,6 +15,7 @@ from ....runtime.family import BatchLimits, Estimate, Task, Warm
 from ....runtime.workspace import find_workspace
 from ..common.config import WARPGROUP_M
 from ..common.plan import Sm90Plan
+from ..common.traits import clears_padding
 from .cost import estimate_hopper_prefill
 from .kernel import PrefillArguments, prefill_kernel
 
@@ -37,7 +38,8 @@ class PrefillPlan(Sm90Plan):
     @property
     def clears_padding(self) -> bool:
         """Whether `launch_prefill` without short rows clears the rows of no request."""
-        return self.config.TAIL_DIM == 0
+        # called by its function: triton 3.6 would give it a tuple without names
+        return bool(clears_padding.fn(self.config))
 
     def is_chosen(self, max_query_len: int) -> bool:
         """Return whether this plan computes requests of at most so many tokens."""
@@ -71,7 +73,8 @@ class PrefillPlan(Sm90Plan):
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return the time of a prefill."""
         has_packed = self.packed is not None
-        return Estimate(estimate_hopper_prefill(layer, batch, has_packed))
+        is_cut = self.config.ROWS_PER_TOKEN > 1
+        return Estimate(estimate_hopper_prefill(layer, batch, has_packed, is_cut))
 
     def bounds(self, limits: BatchLimits) -> Iterator[Warm]:
         """Yield a batch for each kernel: the query tile follows from the longest request."""
@@ -120,11 +123,12 @@ class PrefillPlan(Sm90Plan):
         given = self.name_arguments(call)
         tokens, device = call.query.shape[0], call.query.device
         # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
-        group = self.config.GROUP
-        num_heads = self.num_heads // group
+        group, rows_per_token = self.config.GROUP, self.config.ROWS_PER_TOKEN
+        num_heads = self.num_heads // (group * rows_per_token)
         # a request has at most the tiles that its tokens fill, and one that is not full
         tile_tokens = self.config.CONSUMERS * (WARPGROUP_M.value // group)
-        num_items = (tokens // tile_tokens + given["num_reqs"]) * num_heads
+        num_items = tokens * rows_per_token // tile_tokens + given["num_reqs"]
+        num_items *= num_heads
         grid = (min(num_items, count_processors(device)), 1, 1)
         given |= {
             "work_counter": find_workspace(device, 2, 0)[0],
@@ -133,7 +137,7 @@ class PrefillPlan(Sm90Plan):
             "key_factors": key_factors,
             "factor_stride_head": 0 if key_factors is None else key_factors.stride(0),
             "num_heads": num_heads,
-            "group_size": self.group_size // group,
+            "group_size": self.group_size // (group * rows_per_token),
             "max_decode_rows": short_rows // group,
             "cleared_tokens": tokens if self.clears_padding and not short_rows else 0,
         }
