@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from ..kernels.portable.host.cost import FLOP_PER_US
 from ..kernels.portable.host.decode_tiles import estimate_shared_memory
-from ..kernels.portable.host.tables import TileKey
 from ..kernels.portable.host.tuning import Tiles
+from ..kernels.portable.tables.kernel_tables import TileKey
 
 MOST_REGISTERS = 224
 """Registers of a thread that a tile of scores and the accumulator take, at most. A thread has 255,
@@ -39,7 +39,7 @@ class TileSpace:
         key: the key.
         default: the tiles that are used without tables.
         programs: programs per SM that these stand for; 0 for prefills.
-        shared_memory: bytes that one program may have; 0 if there is no limit.
+        shared_memory: bytes that one program may have; 0 if any number fits.
     """
 
     key: TileKey
@@ -88,7 +88,7 @@ class TileSpace:
         if numbers > MOST_REGISTERS * 32 * tiles.num_warps:
             return False
         taken = estimate_shared_memory(self.key, tiles)
-        return not self.shared_memory or taken <= self.shared_memory
+        return self.shared_memory == 0 or taken <= self.shared_memory
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 
 from ...contract.tuning_classes import TuningInUse
 from ..dispatch import cascade, dispatch
-from ..kernels.portable.host import tables
-from ..kernels.portable.host.active_tables import ActiveTables, activate, find_active
-from ..kernels.portable.host.tuning_file import read_tables
+from ..kernels.portable.tables import kernel_tables
+from ..kernels.portable.tables.active_tables import ActiveTables, activate, find_active
+from ..kernels.portable.tables.tuning_file import read_tables
 
 
 def load_tuning(
@@ -48,4 +48,6 @@ def tuning_in_use(device: torch.device | str = "cuda") -> TuningInUse:
             read, or does not fit the device.
     """
     active = find_active(torch.device(device))
-    return TuningInUse((active.tables or tables.DEFAULT).fingerprint, active.path)
+    return TuningInUse(
+        (active.tables or kernel_tables.DEFAULT).fingerprint, active.path
+    )

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from ...contract.tuning_classes import TuningClock, TuningJob
-from ..kernels.portable.host.active_tables import trying
 from ..kernels.portable.host.cost import (
     Rates,
     estimate_append,
@@ -24,8 +23,9 @@ from ..kernels.portable.host.plans import (
     PortableDecodePlan,
     PortablePrefillPlan,
 )
-from ..kernels.portable.host.tables import Tables
-from ..kernels.portable.host.tuned_rows import TunedRow
+from ..kernels.portable.tables.active_tables import trying
+from ..kernels.portable.tables.kernel_tables import KernelTables
+from ..kernels.portable.tables.tuned_rows import TunedRow
 from ..runtime.attention_call import AttentionCall
 from ..runtime.compile_ahead import count_threads, launch_compiled
 from ..runtime.cost_layer import BatchBounds, Layer, describe_layer
@@ -74,7 +74,7 @@ class TimedBatch:
 
 
 def tune_rates(
-    job: TuningJob, tables: Tables, clock: TuningClock, failures: Failures
+    job: TuningJob, tables: KernelTables, clock: TuningClock, failures: Failures
 ) -> TunedRow | None:
     """Return the row of the rates. None if a launch could not be timed."""
     batches = []
@@ -128,7 +128,7 @@ def _changes(rates: Rates) -> Iterator[Rates]:
 
 
 def _time_batch(
-    case: PreparedCase, tables: Tables, clock: TuningClock, failures: Failures
+    case: PreparedCase, tables: KernelTables, clock: TuningClock, failures: Failures
 ) -> TimedBatch | None:
     """Return the times of a batch. None if a launch failed, or its result was wrong."""
     call = case.call

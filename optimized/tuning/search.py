@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.portable.host.tables import Tables
+from ..kernels.portable.tables.kernel_tables import KernelTables
 from .candidates import Space
 from .trial import Trial, compare
 
-QUICK_REPEATS, ROUNDS, REPEATS = 7, 5, 9
-"""Runs of a candidate in the search; rounds of the last race, and runs in a round."""
+QUICK_REPEATS, REPEATS = 7, 9
+"""Runs of a candidate in the search, and in a round of the last race."""
+LEAST_ROUNDS, ROUNDS = 3, 5
+"""Rounds of the last race, if the time is over, and if it is not."""
 STEP_SHARE = 0.99
 """The search goes on from a candidate whose time is at most this share."""
 LARGEST_SHARE = 0.98
@@ -23,7 +25,7 @@ AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Args:
@@ -53,7 +55,7 @@ class Search:
     trial: Trial
     space: Space
     default: Any
-    apply: Callable[[Any], Tables]
+    apply: Callable[[Any], KernelTables]
     is_over: Callable[[], bool]
     is_exhaustive: bool
     on_candidate: Callable[[int], None]
@@ -95,14 +97,21 @@ class Search:
         return better
 
 
-def confirm(trial: Trial, default: Any, choice: Any) -> Found:
+def confirm(
+    trial: Trial, default: Any, choice: Any, is_over: Callable[[], bool]
+) -> SearchResult:
     """Return a choice if it is faster than the default by more than noise, and the default if not.
 
     The choice has to take at most LARGEST_SHARE of the time, to be faster in every round, and to be
-    slower in no case.
+    slower in no case by more than WORST_SHARE allows.
+
+    Args:
+        is_over: returns whether the time of the job is over.
     """
     values = [default] if choice == default else [default, choice]
-    rounds = [trial.race(values, REPEATS) for _ in range(ROUNDS)]
+    rounds = [trial.race(values, REPEATS)]
+    while len(values) > 1 and len(rounds) < (LEAST_ROUNDS if is_over() else ROUNDS):
+        rounds.append(trial.race(values, REPEATS))
     medians = {
         value: {
             case.name: statistics.median(times[index][value] for times in rounds)
@@ -120,4 +129,4 @@ def confirm(trial: Trial, default: Any, choice: Any) -> Found:
         and max(ratios) <= WORST_SHARE
     )
     best = choice if is_faster else default
-    return Found(best, medians[default], medians[best])
+    return SearchResult(best, medians[default], medians[best])

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ...contract.tuning_classes import TuningCase, TuningClock
 from ..dispatch.dispatch import choose_options
-from ..kernels.portable.host.active_tables import trying
-from ..kernels.portable.host.tables import Tables
+from ..kernels.portable.tables.active_tables import trying
+from ..kernels.portable.tables.kernel_tables import KernelTables
 from ..runtime.attention_call import AttentionCall
 from ..runtime.compile_ahead import count_threads, launch_compiled
 
@@ -94,7 +94,7 @@ class Trial:
         self._failures = failures
         self._ready: dict[Any, list[Launch]] = {}
 
-    def prepare(self, candidates: Mapping[Any, Tables]) -> list[Any]:
+    def prepare(self, candidates: Mapping[Any, KernelTables]) -> list[Any]:
         """Compile, launch and check candidates, and return those that can be timed.
 
         Args:
@@ -145,7 +145,7 @@ class Trial:
         """Drop all prepared candidates but these, with their graphs."""
         self._ready = {value: self._ready[value] for value in kept}
 
-    def _plan(self, tables: Tables) -> list[Launch] | str:
+    def _plan(self, tables: KernelTables) -> list[Launch] | str:
         """Return a launch per case, or the error of one."""
         try:
             with trying(tables):

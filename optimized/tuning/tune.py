@@ -5,7 +5,7 @@ The kernels are those of the portable families alone, also on a chip with kernel
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,9 @@ from ...contract.tuning_classes import (
     TIMED,
     TuningClock,
     TuningJob,
-    TuningLine,
     TuningReport,
 )
 from ..dispatch.pipeline import check_supported
-from ..kernels.portable.host.active_tables import trying
 from ..kernels.portable.host.launches import Launches
 from ..kernels.portable.host.plan import PortablePlan
 from ..kernels.portable.host.plans import (
@@ -27,10 +25,11 @@ from ..kernels.portable.host.plans import (
     PortableDecodePlan,
     PortablePrefillPlan,
 )
-from ..kernels.portable.host.tables import DEFAULT, Tables, TileKey
-from ..kernels.portable.host.tuned_rows import Choice, TunedRow, change_tables
 from ..kernels.portable.host.tuning import PROGRAMS, Tiles
-from ..kernels.portable.host.tuning_file import LAYOUT, describe_measured
+from ..kernels.portable.tables.active_tables import cache_file, trying
+from ..kernels.portable.tables.kernel_tables import DEFAULT, KernelTables, TileKey
+from ..kernels.portable.tables.tuned_rows import Choice, TunedRow, change_tables
+from ..kernels.portable.tables.tuning_file import LAYOUT, describe_measured
 from ..runtime.attention_call import AttentionCall
 from ..runtime.chip import describe_chip
 from ..runtime.family import Task
@@ -87,12 +86,12 @@ def tune_kernels(
             run.measure(job, len(jobs) - done)
     except KeyboardInterrupt:
         ended = "interrupted"
-    except DeviceLost as error:
+    except LostDevice as error:
         ended = str(error)
     return run.report(ended)
 
 
-class DeviceLost(RuntimeError):
+class LostDevice(RuntimeError):
     """A candidate accessed invalid memory, and the device cannot be used any more."""
 
 
@@ -120,13 +119,13 @@ class _Run:
     def measure(self, job: TuningJob, jobs_left: int) -> None:
         """Measure one job, and add its row. It has an even share of the time that is left."""
         now = self.clock.now()
-        search_end = now + SEARCH_SHARE * (self.end - now) / jobs_left
+        job_end = now + (self.end - now) / jobs_left
         try:
             self.on_words(job.what)
             if job.what == RATES:
                 row = tune_rates(job, self.tables, self.clock, self.failures)
             else:
-                row = self._search(job, search_end)
+                row = self._search(job, now, job_end)
         except RuntimeError as error:
             self._raise_if_lost(job, error)
             raise
@@ -139,12 +138,17 @@ class _Run:
             self.clock.wait()
         except RuntimeError:
             words = str(error).strip().split("\n")[0][:200]
-            raise DeviceLost(
+            raise LostDevice(
                 f"the device was lost to a candidate of {job.what} ({words})"
             ) from error
 
-    def _search(self, job: TuningJob, search_end: float) -> TunedRow | None:
-        """Return the row of a job. None if it has no tiles, or its default cannot be timed."""
+    def _search(self, job: TuningJob, begin: float, end: float) -> TunedRow | None:
+        """Return the row of a job. None if it has no tiles, or its default cannot be timed.
+
+        Args:
+            begin, end: of the job's time, in seconds.
+        """
+        search_end = begin + SEARCH_SHARE * (end - begin)
         make_launch = partial(_make_launch, job)
         trial = Trial(job.cases, make_launch, self.clock, self.failures)
         call = trial.cases[0].call
@@ -172,7 +176,7 @@ class _Run:
         choice = search.run()
         if choice != default and not self._is_proved(job, apply(choice), choice):
             choice = default
-        chosen = confirm(trial, default, choice)
+        chosen = confirm(trial, default, choice, lambda: self.clock.now() >= end)
         return TunedRow(
             key, default, chosen.choice, chosen.default_us, chosen.choice_us
         )
@@ -180,7 +184,7 @@ class _Run:
     def _count(self, candidates: int) -> None:
         self.tried += candidates
 
-    def _is_proved(self, job: TuningJob, tables: Tables, choice: Choice) -> bool:
+    def _is_proved(self, job: TuningJob, tables: KernelTables, choice: Choice) -> bool:
         """Return whether the results of a choice are right in the batches that are not timed."""
         make_launch = partial(_make_launch, job)
         for case in map(PreparedCase, job.proofs):
@@ -203,13 +207,9 @@ class _Run:
             "wrong": self.failures.wrong,
             "rows": [row.to_record() for row in self.rows],
         }
-        lines = [
-            TuningLine(row.name, _words(row.default), _words(row.choice), row.ratio)
-            for row in self.rows
-        ]
         return TuningReport(
             record=record,
-            lines=tuple(lines),
+            path=cache_file(describe_chip(self.device)),
             ended=ended,
             wrong=tuple(self.failures.wrong),
             skipped=self.failures.skipped.total(),
@@ -268,20 +268,3 @@ def _of_tiles(
 ) -> tuple[TileKey, Tiles, Space]:
     shared_memory = describe_chip(device).shared_memory
     return key, tiles, TileSpace(key, tiles, programs, shared_memory)
-
-
-def _words(choice: Choice) -> str:
-    """Return a choice in words."""
-    if isinstance(choice, Tiles):
-        programs = f", {choice.programs} programs" if choice.programs else ""
-        return (
-            f"{choice.block_m} x {choice.block_n}, {choice.num_warps} warps,"
-            f" {choice.num_stages} stages{programs}"
-        )
-    if isinstance(choice, int | float):
-        return f"{choice:g}"
-    default = asdict(DEFAULT.rates)
-    given = {
-        name: value for name, value in asdict(choice).items() if value != default[name]
-    }
-    return ", ".join(f"{name} {value}" for name, value in given.items()) or "default"

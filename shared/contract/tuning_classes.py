@@ -90,28 +90,13 @@ class TuningClock(Protocol):
         """
 
 
-class TuningLine(NamedTuple):
-    """One row of the file, in words.
-
-    Args:
-        name: what was chosen.
-        default, choice: what the default tables have, and what was chosen.
-        ratio: geometric mean of the time with the choice divided by that with the default.
-    """
-
-    name: str
-    default: str
-    choice: str
-    ratio: float
-
-
 @dataclass(frozen=True)
 class TuningReport:
     """What a tuning run found.
 
     Args:
         record: the JSON of a tuning file.
-        lines: its rows in words.
+        path: where a file of this chip is found without being named.
         ended: "complete", or what ended the run.
         wrong: candidates whose results were wrong, in words. None of them was chosen.
         skipped: number of candidates that could not be compiled or launched.
@@ -119,7 +104,7 @@ class TuningReport:
     """
 
     record: dict[str, Any]
-    lines: tuple[TuningLine, ...]
+    path: Path
     ended: str
     wrong: tuple[str, ...]
     skipped: int

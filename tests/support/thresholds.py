@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from pagetwin.optimized.kernels.portable.host import launches, tables
+from pagetwin.optimized.kernels.portable.host import launches
 from pagetwin.optimized.kernels.portable.host.tuning import Thresholds
+from pagetwin.optimized.kernels.portable.tables import kernel_tables as tables
 
 OF_A_CHIP = Thresholds(min_segment=512, short_tiles=20)
 """Those of compiled kernels."""

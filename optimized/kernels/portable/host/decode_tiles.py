@@ -10,7 +10,7 @@ import torch
 from .....contract.cache_formats import FORMATS
 from ....runtime.chip import find_shared_memory
 from ....runtime.launcher import INTERPRETED, next_power_of_2
-from .tables import TileKey
+from ..tables.kernel_tables import TileKey
 from .tuning import SHARED_MEMORY, Tiles
 
 MOST_ROWS = 64

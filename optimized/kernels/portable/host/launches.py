@@ -12,8 +12,8 @@ from ..append import append_kernel
 from ..arguments import Config, ShortDecode, StreamK, Tensors
 from ..decode import decode_kernel
 from ..short_decode import short_decode_kernel
+from ..tables.kernel_tables import DEFAULT, KernelTables, TileKey
 from .make_launcher import lower_call, make_launcher
-from .tables import DEFAULT, Tables, TileKey
 from .tuning import PROGRAMS, Tiles, split_short_decodes
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
@@ -89,7 +89,7 @@ class Launches:
     masks_all_tiles: bool
     full_reqs: int
     processors: int
-    tables: Tables
+    tables: KernelTables
     decodes: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )

@@ -27,11 +27,11 @@ from ..options.score import ScoreConstants, lower_scores
 from ..options.visible_range import MaskConstants, lower_masks
 from ..prefill import prefill_kernel
 from ..split_kv import split_kv_kernel, split_rows_kernel
-from .active_tables import find_tables
+from ..tables.active_tables import find_tables
+from ..tables.kernel_tables import KernelTables, TileKey
 from .decode_tiles import choose_short_rows, limit_stages
 from .launches import Launches
 from .make_launcher import make_launcher
-from .tables import Tables, TileKey
 from .tuning import Tiles, choose_row_tiles, choose_tiles
 
 SPLIT_SIZE = 64 if INTERPRETED else 4096
@@ -141,7 +141,7 @@ def _make_key(query: Tensor, config: Config, options: AttentionOptions) -> TileK
 
 
 def _replace_row_tiles(
-    tables: Tables, key: TileKey, row_tiles: tuple[Tiles, ...]
+    tables: KernelTables, key: TileKey, row_tiles: tuple[Tiles, ...]
 ) -> tuple[Tiles, ...]:
     """Return the tiles of split requests; those with fewest rows stay those of the default."""
     first, *others = row_tiles

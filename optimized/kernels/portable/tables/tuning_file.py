@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ....runtime.chip import describe_chip
-from .decode_tiles import estimate_shared_memory
-from .tables import DEFAULT, Tables, TileKey
+from ..host.decode_tiles import estimate_shared_memory
+from ..host.tuning import Tiles
+from .kernel_tables import DEFAULT, KernelTables, TileKey
 from .tuned_rows import TunedRow, parse_row
-from .tuning import Tiles
 
 LAYOUT = 1
 """Number of the layout of these files. Files with another number are not read."""
@@ -41,7 +41,7 @@ def describe_measured(device: torch.device) -> dict[str, Any]:
     }
 
 
-def read_tables(path: Path, device: torch.device) -> Tables:
+def read_tables(path: Path, device: torch.device) -> KernelTables:
     """Return the tables of a tuning file.
 
     Raises:

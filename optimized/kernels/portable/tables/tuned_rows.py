@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 from .....contract.cache_formats import FORMATS
-from .cost import FLOP_PER_US, Rates
-from .tables import ROLES, Tables, TileKey
-from .tuning import MAX_HEAD_SIZE, Thresholds, Tiles
+from ..host.cost import FLOP_PER_US, Rates
+from ..host.tuning import MAX_HEAD_SIZE, Thresholds, Tiles
+from .kernel_tables import ROLES, KernelTables, TileKey
 
 Choice: TypeAlias = Tiles | Rates | int | float
 POWERS = tuple(1 << exponent for exponent in range(4, 9))
@@ -57,13 +57,15 @@ class TunedRow:
             return 1.0
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
-    def change(self, tables: Tables) -> Tables:
+    def change(self, tables: KernelTables) -> KernelTables:
         """Return tables with this choice."""
         return change_tables(tables, self.key, self.choice)
 
     def to_record(self) -> dict[str, Any]:
         """Return the row as JSON."""
         return {
+            "name": self.name,
+            "ratio": round(self.ratio, 4),
             "key": self.key if isinstance(self.key, str) else self.key._asdict(),
             "default": _plain(self.default),
             "choice": _plain(self.choice),
@@ -72,7 +74,9 @@ class TunedRow:
         }
 
 
-def change_tables(tables: Tables, key: TileKey | str, choice: Any) -> Tables:
+def change_tables(
+    tables: KernelTables, key: TileKey | str, choice: Any
+) -> KernelTables:
     """Return tables in which a key has a choice."""
     if isinstance(key, TileKey):
         return tables.with_tiles(key, choice)
@@ -94,7 +98,8 @@ def parse_row(record: Any, place: str) -> TunedRow:
     Raises:
         ValueError: a field is missing or unknown, or has a value that no kernel takes.
     """
-    found = _fields(record, [field.name for field in fields(TunedRow)], place)
+    names = ("name", "ratio", *(field.name for field in fields(TunedRow)))
+    found = _fields(record, names, place)
     key = _parse_key(found["key"], f"{place}.key")
     default, choice = (
         _parse_choice(key, found[name], f"{place}.{name}")

@@ -2,8 +2,8 @@
 
 The first plan on a device decides. `PAGETWIN_TUNING` names a file, which has to fit the device, or
 is "off". Without it, the file of the chip in the cache folder is read if there is one. If that does
-not fit, a warning says why, and the default tables are used: a file that nobody named must not stop
-a server.
+not fit, a warning says why, and the default tables are used: a file that was only
+found must not stop a server.
 """
 
 import os
@@ -19,8 +19,8 @@ import torch
 
 from ....runtime.chip import Chip, describe_chip
 from ....runtime.launcher import INTERPRETED
-from . import tables
-from .tables import Tables
+from . import kernel_tables
+from .kernel_tables import KernelTables
 from .tuning_file import read_tables
 
 VARIABLE = "PAGETWIN_TUNING"
@@ -35,14 +35,14 @@ class ActiveTables(NamedTuple):
         path: Optional. The file that they were read from.
     """
 
-    tables: Tables | None = None
+    tables: KernelTables | None = None
     path: Path | None = None
 
 
 class _Trial(threading.local):
     """Tables that this thread tries instead of the active ones; None if it does not."""
 
-    tables: Tables | None = None
+    tables: KernelTables | None = None
 
 
 _ACTIVE: dict[tuple[str, int], ActiveTables] = {}
@@ -50,7 +50,7 @@ _LOCK = threading.Lock()
 _TRIAL = _Trial()
 
 
-def find_tables(device: torch.device, is_invariant: bool = False) -> Tables:
+def find_tables(device: torch.device, is_invariant: bool = False) -> KernelTables:
     """Return the tables from which a plan on a device is made.
 
     Args:
@@ -60,8 +60,8 @@ def find_tables(device: torch.device, is_invariant: bool = False) -> Tables:
         ValueError, OSError: the file that PAGETWIN_TUNING names does not fit, or cannot be read.
     """
     if is_invariant:
-        return tables.DEFAULT
-    return _TRIAL.tables or find_active(device).tables or tables.DEFAULT
+        return kernel_tables.DEFAULT
+    return _TRIAL.tables or find_active(device).tables or kernel_tables.DEFAULT
 
 
 def find_active(device: torch.device) -> ActiveTables:
@@ -87,7 +87,7 @@ def activate(device: torch.device, active: ActiveTables) -> None:
 
 
 @contextmanager
-def trying(tried: Tables) -> Iterator[None]:
+def trying(tried: KernelTables) -> Iterator[None]:
     """Make plans from these tables within this context, in this thread."""
     before, _TRIAL.tables = _TRIAL.tables, tried
     try:

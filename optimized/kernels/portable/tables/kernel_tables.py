@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from .cost import Rates
-from .tuning import Thresholds, Tiles
+from ..host.cost import Rates
+from ..host.tuning import Thresholds, Tiles
 
 ROLES = ("decode", "small batch", "append", "prefill")
 """Kernels that have tiles: decodes, decodes too few to fill the chip, split requests of any number
@@ -42,7 +42,7 @@ class TileKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tables:
+class KernelTables:
     """Tiles, thresholds and rates of the portable kernels on a device.
 
     Args:
@@ -71,9 +71,9 @@ class Tables:
         """Return the tiles of a key, or the given ones if the tables do not have it."""
         return self._by_key.get(key, default)
 
-    def with_tiles(self, key: TileKey, tiles: Tiles) -> "Tables":
+    def with_tiles(self, key: TileKey, tiles: Tiles) -> "KernelTables":
         """Return tables in which a key has these tiles."""
         return replace(self, tiles=(*(self._by_key | {key: tiles}).items(),))
 
 
-DEFAULT = Tables()
+DEFAULT = KernelTables()

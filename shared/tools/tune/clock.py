@@ -1,0 +1,53 @@
+"""Clock of a tuning run: captured graphs with a cold L2 cache, in alternation, as the benchmark."""
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..bench.timing import Stopwatch, captured, time_interleaved
+
+
+class BenchClock:
+    """Times calls on one device, see `TuningClock`.
+
+    Args:
+        device: The device.
+        seed: Seed of the order of calls.
+    """
+
+    def __init__(self, device: str, seed: int = 0) -> None:
+        self._stopwatch = Stopwatch(device)
+        self._order = random.Random(seed)
+
+    def now(self) -> float:
+        """Return the seconds since any moment."""
+        return time.monotonic()
+
+    def prepare(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Return the replay of a call's graph; the call itself if it cannot be captured."""
+        graph = captured(call) if self._stopwatch.on_gpu else None
+        return call if graph is None else graph.replay
+
+    def race(
+        self, calls: Mapping[Any, Callable[[], None]], repeats: int
+    ) -> dict[Any, list[float]]:
+        """Return the microseconds of each call's runs, one of each in every turn."""
+        names = list(calls)
+        by_name = {str(index): calls[name] for index, name in enumerate(names)}
+        times = time_interleaved(by_name, repeats, self._order, self._stopwatch)
+        return {name: times[str(index)] for index, name in enumerate(names)}
+
+    def wait(self) -> None:
+        """Wait until the device is done."""
+        self._stopwatch.wait()
+
+
+def free_memory() -> int | None:
+    """Return the free bytes of the GPU. None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free: int = torch.cuda.mem_get_info()[0]
+    return free
