@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from ...contract.tuning_classes import TuningClock, TuningJob
@@ -35,8 +36,8 @@ from .trial import Failures, Launch, PreparedCase
 
 PREFILL = 0
 """Instead of the rows of a query tile: decodes and prefills."""
-FACTORS = (0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0)
-"""By what one rate is multiplied in a step."""
+FACTORS = (0.33, 0.5, 0.67, 0.8, 1.25, 1.5, 2.0, 3.0)
+"""By what a rate is multiplied in a step."""
 REPEATS = 21
 STEP = 0.005
 """Decrease of the mean logarithm of times that is worth another rate."""
@@ -109,6 +110,9 @@ def fit_rates(batches: Sequence[TimedBatch], default: Rates) -> Rates:
     best, least = default, 0.0
     while True:
         changed = min(_changes(best), key=cost)
+        if cost(changed) > least - STEP:
+            # another launch may need two rates to be others
+            changed = min(chain.from_iterable(map(_changes, _changes(best))), key=cost)
         if cost(changed) > least - STEP:
             break
         best, least = changed, cost(changed)
