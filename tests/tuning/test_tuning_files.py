@@ -233,7 +233,7 @@ def test_a_tile_that_does_not_fit_the_chip_is_refused(cached: Path) -> None:
     cached.write_text(json.dumps(make_record(GPU, rows=[wide])), encoding="utf-8")
     with pytest.raises(
         ValueError,
-        match=r"take 405,504 bytes of shared memory: expected at most 166,912",
+        match=r"take 401,408 bytes of shared memory: expected at most 166,912",
     ):
         load_tuning(cached, GPU)
 

@@ -88,7 +88,10 @@ def activate(device: torch.device, active: ActiveTables) -> None:
 
 @contextmanager
 def trying(tried: KernelTables) -> Iterator[None]:
-    """Make plans from these tables within this context, in this thread."""
+    """Make plans from these tables within this context, in this thread.
+
+    The caller keeps them: a call of `paged_attention` in the context would be planned for all.
+    """
     before, _TRIAL.tables = _TRIAL.tables, tried
     try:
         yield

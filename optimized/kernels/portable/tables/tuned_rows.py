@@ -66,7 +66,7 @@ class TunedRow:
         return {
             "name": self.name,
             "ratio": round(self.ratio, 4),
-            "key": self.key if isinstance(self.key, str) else self.key._asdict(),
+            "key": self.key if isinstance(self.key, str) else _key_record(self.key),
             "default": _plain(self.default),
             "choice": _plain(self.choice),
             "default_us": dict(self.default_us),
@@ -83,6 +83,10 @@ def change_tables(
     if key == "rates":
         return replace(tables, rates=choice)
     return replace(tables, thresholds=replace(tables.thresholds, **{key: choice}))
+
+
+def _key_record(key: TileKey) -> dict[str, Any]:
+    return key._asdict() | {"options": list(key.options)}
 
 
 def _plain(choice: Choice) -> Any:
