@@ -1,7 +1,7 @@
 """What tuned tables gain: workloads of the benchmark with the portable kernels alone.
 
     python tests/gpu/tuned_tables.py tune FILE.json ['decode-*' ...] --minutes 5
-    python tests/gpu/tuned_tables.py compare OUT.json ['decode-*' ...] --tables FILE.json [OTHER.json]
+    python tests/gpu/tuned_tables.py compare OUT.json ['decode-*' ...] --tables FILE.json ...
 
 `tune` measures tables for the layers of the workloads, as `pagetwin tune` does for a model; with
 `--exhaustive` it tries all values. `compare` times each workload with the default tables and with

@@ -9,11 +9,11 @@ import pytest
 import torch
 from pagetwin.contract.tuning_classes import TuningInUse, TuningReport
 from pagetwin.optimized import load_tuning, paged_attention, tune_kernels
-from pagetwin.optimized.kernels.portable.host import tuning
 from pagetwin.optimized.kernels.portable.host.family import FAMILIES
 from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
 from pagetwin.optimized.kernels.portable.tables.active_tables import find_tables
 from pagetwin.optimized.kernels.portable.tables.kernel_tables import DEFAULT
+from pagetwin.optimized.tuning import candidates
 from pagetwin.tools.tune.clock import BenchClock
 from pagetwin.tools.tune.jobs import TunedLayer, choose_jobs
 from pagetwin.tools.tune.layers import LayerSizes
@@ -94,7 +94,7 @@ def test_no_plan_of_a_compiled_kernel_outlives_its_tables(
         made.append(self.launches.tables)
 
     monkeypatch.setattr(PortableDecodePlan, "__init__", note)
-    inputs, check = layer.cases([((64, 1, 512),)])[0].make()
+    inputs, check = layer.cases([((2 * layer.multiprocessors, 1, 512),)])[0].make()
     with these_families(*FAMILIES):
         for source in (None, path, None):
             load_tuning(source, GPU)
@@ -116,8 +116,6 @@ def test_tiles_that_do_not_fit_the_chip_are_left_out(
     layer: TunedLayer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limits of candidates are estimates: the compiler and the driver decide."""
-    from pagetwin.optimized.tuning import candidates
-
     monkeypatch.setattr(candidates, "estimate_shared_memory", lambda key, tiles: 0)
     monkeypatch.setattr(candidates, "BLOCK_N", (256,))
     monkeypatch.setattr(candidates, "STAGES", {True: (7,)})
@@ -128,4 +126,3 @@ def test_tiles_that_do_not_fit_the_chip_are_left_out(
     assert found.skipped > 0 and found.ended == "complete" and found.wrong == ()
     (row,) = found.record["rows"]
     assert row["choice"] == row["default"]
-    assert tuning.MAX_HEAD_SIZE >= 256
