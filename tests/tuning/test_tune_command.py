@@ -15,7 +15,7 @@ from pagetwin.tools.cli import app
 from pagetwin.tools.tune import clock, jobs
 from pagetwin.tools.tune.jobs import TunedLayer, choose_jobs
 from pagetwin.tools.tune.layers import STANDARD, LayerSizes, layers_of_model
-from support.stand_in_clock import StandInClock
+from support.scripted_clock import ScriptedClock
 from support.twins import WITHOUT_GPU
 from typer.testing import CliRunner, Result
 
@@ -38,13 +38,13 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 @pytest.fixture
-def two_jobs(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
+def two_jobs(monkeypatch: pytest.MonkeyPatch) -> ScriptedClock:
     """Let a run time few decodes and a threshold, with a clock that prefers narrow tiles."""
 
     def time(value: Any) -> float:
         return float(value.block_n if isinstance(value, Tiles) else value)
 
-    stand_in = StandInClock(time)
+    scripted = ScriptedClock(time)
     choose = jobs.choose_jobs
 
     def choose_two(kinds: Any) -> list[Any]:
@@ -53,16 +53,16 @@ def two_jobs(monkeypatch: pytest.MonkeyPatch) -> StandInClock:
         return [replace(job, cases=job.cases[:1]) for job in two]
 
     monkeypatch.setattr(jobs, "choose_jobs", choose_two)
-    monkeypatch.setattr(clock, "BenchClock", lambda device: stand_in)
+    monkeypatch.setattr(clock, "BenchClock", lambda device: scripted)
     monkeypatch.setattr(candidates, "BLOCK_N", (16, 32))
     monkeypatch.setattr(candidates, "WARPS", (4,))
     monkeypatch.setattr(candidates, "STAGES", {True: (1,)})
-    return stand_in
+    return scripted
 
 
 @WITHOUT_GPU
 def test_a_run_writes_a_file_that_is_shown_and_named(
-    tune: Run, two_jobs: StandInClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tune: Run, two_jobs: ScriptedClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = tune(*SMOKE, "--out", "tuned.json")
     assert done.exit_code == 0, done.output
@@ -82,7 +82,9 @@ def test_a_run_writes_a_file_that_is_shown_and_named(
 
 
 @WITHOUT_GPU
-def test_rows_of_other_layers_stay_in_a_file(tune: Run, two_jobs: StandInClock) -> None:
+def test_rows_of_other_layers_stay_in_a_file(
+    tune: Run, two_jobs: ScriptedClock
+) -> None:
     assert tune(*SMOKE, "--out", "tuned.json").exit_code == 0
     other = [word if word != "32" else "64" for word in SMOKE]
     # tiny batches have the same heads: the rows have the same keys
@@ -107,7 +109,7 @@ def test_rows_of_other_layers_stay_in_a_file(tune: Run, two_jobs: StandInClock) 
 
 @WITHOUT_GPU
 def test_an_interrupt_leaves_the_file_or_finished_rows(
-    tune: Run, two_jobs: StandInClock
+    tune: Run, two_jobs: ScriptedClock
 ) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

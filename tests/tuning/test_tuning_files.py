@@ -1,4 +1,4 @@
-"""Tuning files: which are read, which are refused with one sentence, and what a load changes."""
+"""Tuning files: which are read, which are rejected with one sentence, and what a load changes."""
 
 import json
 import re
@@ -143,7 +143,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_does_not_fit_is_refused_with_a_sentence(
+def test_a_file_that_does_not_fit_is_rejected_with_a_sentence(
     name: str, write: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content, expected = BAD[name]
@@ -227,7 +227,7 @@ def test_a_stale_file_in_the_cache_folder_is_a_warning(name: str, cached: Path) 
     assert str(cached) in message and "PAGETWIN_TUNING=off" in message
 
 
-def test_a_tile_that_does_not_fit_the_chip_is_refused(cached: Path) -> None:
+def test_a_tile_that_does_not_fit_the_chip_is_rejected(cached: Path) -> None:
     wide = ROW.to_record()
     wide["choice"] = wide["choice"] | {"block_n": 256, "num_stages": 8}
     cached.write_text(json.dumps(make_record(GPU, rows=[wide])), encoding="utf-8")

@@ -24,7 +24,7 @@ from pagetwin.optimized.tuning.rates import PREFILL, TimedBatch, fit_rates
 from pagetwin.optimized.tuning.search import REPEATS
 from pagetwin.tools.tune.jobs import TunedLayer, choose_jobs
 from pagetwin.tools.tune.layers import LayerSizes
-from support.stand_in_clock import StandInClock
+from support.scripted_clock import ScriptedClock
 from support.twins import WITHOUT_GPU
 
 pytestmark = WITHOUT_GPU
@@ -61,9 +61,9 @@ def run(
     time: Callable[[Any], float] = narrow_is_fast,
     seconds: float = 1e6,
     **named: Any,
-) -> tuple[TuningReport, StandInClock]:
+) -> tuple[TuningReport, ScriptedClock]:
     exhaustive = named.pop("is_exhaustive", False)
-    clock = StandInClock(time, **named)
+    clock = ScriptedClock(time, **named)
     return tune_kernels(jobs, clock, seconds, CPU, exhaustive), clock
 
 
@@ -83,7 +83,7 @@ def test_a_run_finds_the_fastest_tiles_and_its_file_is_loaded(
     tmp_path: Path, unloaded: None
 ) -> None:
     words: list[tuple[int, str]] = []
-    clock = StandInClock(narrow_is_fast)
+    clock = ScriptedClock(narrow_is_fast)
     jobs = jobs_of("decode", "prefill", "append", "short_tiles")
     report = tune_kernels(
         jobs, clock, 1e6, CPU, on_progress=lambda *of: words.append(of)
@@ -132,7 +132,7 @@ def test_a_choice_that_is_slower_in_one_round_is_not_taken(
             return 1e3
         return narrow_is_fast(value)
 
-    class CountingClock(StandInClock):
+    class CountingClock(ScriptedClock):
         def race(self, calls: Any, repeats: int) -> dict[Any, list[float]]:
             last.append(len(calls) if repeats == REPEATS else 0)
             return super().race(calls, repeats)
@@ -195,12 +195,12 @@ def test_a_candidate_that_cannot_be_launched_is_counted(
 ) -> None:
     launch = Launcher.__call__
 
-    def refuse(self: Launcher, *arguments: Any, **named: Any) -> None:
+    def fail(self: Launcher, *arguments: Any, **named: Any) -> None:
         if self._chosen["num_warps"] == 8:
             raise RuntimeError("out of resources")
         launch(self, *arguments, **named)
 
-    monkeypatch.setattr(Launcher, "__call__", refuse)
+    monkeypatch.setattr(Launcher, "__call__", fail)
     report, _ = run(jobs_of("decode"))
     assert choices_of(report)[0]["num_warps"] == 4
     assert report.skipped > 0 and report.record["skipped"] == {
@@ -251,7 +251,7 @@ def test_an_interrupted_run_has_the_choices_that_were_finished() -> None:
         words.append(done)
         clock_of_second[0] = done == 1
 
-    clock = StandInClock(narrow_is_fast, on_race=interrupt)
+    clock = ScriptedClock(narrow_is_fast, on_race=interrupt)
     report = tune_kernels(
         jobs_of("decode", "prefill"), clock, 1e6, CPU, on_progress=note
     )
@@ -262,7 +262,7 @@ def test_an_interrupted_run_has_the_choices_that_were_finished() -> None:
 @few
 @pytest.mark.extended
 def test_a_lost_device_ends_the_run_and_names_the_candidate() -> None:
-    class LosingClock(StandInClock):
+    class LosingClock(ScriptedClock):
         lost = False
 
         def wait(self) -> None:

@@ -92,9 +92,9 @@ def limit_stages(
 def estimate_shared_memory(key: TileKey, tiles: Tiles) -> int:
     """Return the bytes of shared memory that a program with these tiles takes, at least.
 
-    These are the KV tiles that are in flight, and queries or weights: a prefill may keep one of them
-    in registers. Compiled for sm_86 and sm_90 with triton 3.7, 53 kernels of both kinds take at least
-    that, and decodes with several stages at most 3 % more than with both.
+    These are the KV tiles that are in flight, and queries or weights: a prefill may keep one of
+    them in registers. Compiled for sm_86 and sm_90 with triton 3.7, 53 decodes and prefills take at
+    least that.
 
     Example:
         64 rows of 256 and tiles of 64 keys with 5 stages in 16 bits: 32 KiB of queries, and 128 of

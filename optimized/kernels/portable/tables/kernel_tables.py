@@ -1,8 +1,8 @@
 """Tables of a device: the choices of the portable kernels that `pagetwin tune` measures.
 
-The default tables are the constants of tuning.py and cost.py. A tuning file adds tiles for some
-kinds of calls, and replaces thresholds and rates. Calls with batch-invariant rows always have the
-default tables, so their bits do not depend on a file.
+The default tables are the constants of host/tuning.py and host/cost.py. A tuning file adds tiles
+for some kinds of calls, and replaces thresholds and rates. Calls with batch-invariant rows always
+have the default tables, so their bits do not depend on a file.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-class StandInClock:
+class ScriptedClock:
     """Times what it is told; see `TuningClock`.
 
     Args:
