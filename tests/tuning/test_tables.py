@@ -13,7 +13,16 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized import WarmUpSpec, load_tuning, paged_attention, warm_up
 from pagetwin.optimized.dispatch import dispatch
 from pagetwin.optimized.kernels.portable.host import tuning
+from pagetwin.optimized.kernels.portable.host.cascade import (
+    PortablePrefixPlan,
+    choose_rest,
+)
 from pagetwin.optimized.kernels.portable.host.cost import Rates
+from pagetwin.optimized.kernels.portable.host.plans import (
+    PortableAppendPlan,
+    PortableDecodePlan,
+    PortablePrefillPlan,
+)
 from pagetwin.optimized.kernels.portable.host.tuning import (
     Thresholds,
     Tiles,
@@ -31,11 +40,15 @@ from pagetwin.optimized.kernels.portable.tables.kernel_tables import (
     TileKey,
 )
 from pagetwin.optimized.runtime import attention_call
+from pagetwin.optimized.runtime.cost_layer import BatchBounds, describe_layer
 from pagetwin.optimized.runtime.launcher import Launcher
 from pagetwin.optimized.tuning.candidates import TileSpace
+from pagetwin.optimized.tuning.trial import PreparedCase
 from pagetwin.tools.bench.accuracy import expect_all
 from pagetwin.tools.bench.inputs import Inputs, draw_inputs
 from pagetwin.tools.bench.workloads import Workload
+from pagetwin.tools.tune.jobs import TunedLayer
+from pagetwin.tools.tune.layers import LayerSizes
 from support.forced_choices import no_launch_for_all, one_launch_for_all
 from support.thresholds import OF_A_CHIP
 from support.twins import WITHOUT_GPU
@@ -257,3 +270,40 @@ def test_a_warm_up_compiles_what_calls_with_the_tables_launch(
                 )  # fmt: skip
         assert launched and launched <= warmed[name]
     assert not warmed["default"] & warmed["tuned"]
+
+
+@WITHOUT_GPU
+def test_a_plan_has_all_that_its_tables_say_after_others_are_loaded() -> None:
+    layer = TunedLayer(LayerSizes(4, 2, 32), "float16", "auto", 1 << 30, 4, True)
+    call = PreparedCase(layer.cases([((3, 1, 40),)])[0]).call
+    tables = KernelTables(
+        tiles=((KEYS["decode"], Tiles(16, 16, 4, 1, 3)),),
+        thresholds=Thresholds(64, 5, 16, 0.5),
+        rates=Rates((1e6, 2e6, 3e6, 4e6), 7.0, 5.0, 2.0),
+    )
+    with trying(tables):
+        decode, append = PortableDecodePlan(call), PortableAppendPlan(call)
+        prefill, prefix = PortablePrefillPlan(call), PortablePrefixPlan(call)
+    launcher, block_n, segments = decode.launches.decode(40, 1, 1, 4000)
+    assert launcher._fixed["plan"].MIN_TILES == 64 // 16
+    assert (block_n, segments) == (16, 4 * 3 // 2)
+    # one request has two programs per KV head, with twice as many tiles at most
+    tile = decode.launches.small_batch_tiles.block_n
+    assert decode.launches.short_splits(1, 2 * 2 * 5 * tile) == 2
+    assert decode.launches.short_splits(1, 2 * 2 * 5 * tile + 1) == 0
+    layer_of_call, bounds = describe_layer(call), BatchBounds(3, 24, 8, 400)
+    default = Rates()
+    for plan in (append, prefill, prefix):
+        found = plan.estimate(layer_of_call, bounds).time
+        with trying(DEFAULT):
+            assert plan.estimate(layer_of_call, bounds).time == found
+            other = type(plan)(call).estimate(layer_of_call, bounds).time
+        assert found < other, type(plan)
+    assert tables.rates.flops(64) == 3e6 and default.flops(64) == 1.8e6
+    rest = append.launches
+    grids = [
+        choose_rest(rest, call, rest.row_tiles[0].block_m, length, False)
+        for length in (16, 17)
+    ]
+    # three requests have programs of their own up to 16 keys
+    assert [grid.reqs for grid in grids] == [3, 1]

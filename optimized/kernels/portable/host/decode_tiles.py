@@ -93,7 +93,7 @@ def estimate_shared_memory(key: TileKey, tiles: Tiles) -> int:
     """Return the bytes of shared memory that a program with these tiles takes, at least.
 
     These are the KV tiles that are in flight, and queries or weights: a prefill may keep one of
-    them in registers. Compiled for sm_86 and sm_90 with triton 3.7, 53 decodes and prefills take at
+    them in registers. Compiled for sm_86 and sm_90 with triton 3.7, 50 decodes and prefills take at
     least that.
 
     Example:
