@@ -15,6 +15,7 @@ from ..kernels.portable.tables.active_tables import trying
 from ..kernels.portable.tables.kernel_tables import KernelTables
 from ..runtime.attention_call import AttentionCall
 from ..runtime.compile_ahead import count_threads, launch_compiled
+from ..runtime.workspace import release_workspace
 
 Launch = Callable[[], None]
 MakeLaunch = Callable[[AttentionCall], Launch]
@@ -124,6 +125,8 @@ class Trial:
                 self._failures.skipped[errors[value]] += 1
             elif message := self._check(planned[value]):
                 self._failures.wrong.append(f"{value}: {message}")
+                # it may have left its counters of finished splits as they were
+                release_workspace()
             else:
                 self._ready[value] = [
                     self._clock.prepare(launch) for launch in planned[value]

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from pagetwin import reference
+from pagetwin.contract.cache_formats import FORMATS as FORMATS_BY_NAME
 from pagetwin.optimized.kernels.portable.host.tuning import Tiles
 from pagetwin.optimized.kernels.portable.tables import active_tables
 from pagetwin.optimized.tuning import candidates
 from pagetwin.tools.cli import app
 from pagetwin.tools.tune import clock, jobs
 from pagetwin.tools.tune.jobs import TunedLayer, choose_jobs
-from pagetwin.tools.tune.layers import STANDARD, LayerSizes, layers_of_model
+from pagetwin.tools.tune.layers import FORMATS, STANDARD, LayerSizes, layers_of_model
 from support.scripted_clock import ScriptedClock
 from support.twins import WITHOUT_GPU
 from typer.testing import CliRunner, Result
@@ -253,6 +255,18 @@ def test_batches_fill_the_chip_and_fit_the_memory(cache_format: str) -> None:
     # more requests than programs, so that they are not a small batch
     assert all(int(case.name.split()[0]) > 132 // 8 for case in decode.cases)
     assert {job.rows for job in found if job.what == "append"} == {32, 64, 128}
+
+
+@pytest.mark.parametrize("cache_format", FORMATS)
+def test_a_batch_has_the_cache_of_its_format(cache_format: str) -> None:
+    layer = LayerSizes(4, 2, 64)
+    kind = TunedLayer(layer, "float16", cache_format, 1 << 24, 4, is_tiny=True)
+    inputs, check = kind.cases([((2, 1, 40),)])[0].make()
+    form = FORMATS_BY_NAME[cache_format]
+    assert inputs["key_cache"].dtype == (form.dtype or torch.float16)
+    assert (inputs["options"].k_scale is None) == (cache_format == "auto")
+    out = reference.paged_attention(**inputs)
+    assert check(out) == "" and check(out + 1) != ""
 
 
 def test_the_batches_of_a_layer_are_what_the_names_say() -> None:

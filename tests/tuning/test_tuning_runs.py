@@ -164,6 +164,9 @@ def test_a_candidate_with_a_wrong_result_is_never_chosen(
     corrupt(monkeypatch, lambda self, _: self._fixed["config"].BLOCK_N == 16)
     report, clock = run(jobs_of("decode"))
     assert choices_of(report)[0]["block_n"] == 32
+    # those that are tried after it are right
+    assert choices_of(report)[0]["num_warps"] == 8
+    assert all("block_n=16" in sentence for sentence in report.wrong)
     assert any("block_n=16" in sentence for sentence in report.wrong)
     assert report.record["wrong"] == list(report.wrong)
     raced = [value for values in clock.raced for value in values]
