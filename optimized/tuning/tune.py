@@ -126,6 +126,10 @@ class _Run:
                 row = tune_rates(job, self.tables, self.clock, self.failures)
             else:
                 row = self._search(job, now, job_end)
+        except torch.OutOfMemoryError as error:
+            # of a batch that another process left no memory for
+            self.failures.skipped[type(error).__name__] += 1
+            return
         except RuntimeError as error:
             self._raise_if_lost(job, error)
             raise

@@ -18,9 +18,10 @@ CASES = (
 )  # fmt: skip
 
 
-def test_calls_within_a_spec_need_no_other_kernel() -> None:
+@pytest.mark.parametrize("tables", [(), ("tuned",)], ids=["default", "tuned"])
+def test_calls_within_a_spec_need_no_other_kernel(tables: tuple[str, ...]) -> None:
     """Launches are recorded; a kernel is compiled once per set of types and constants."""
-    (found,) = json_lines(SCRIPT, "90")
+    (found,) = json_lines(SCRIPT, "90", *tables)
     assert found["warmed"] > 50 and found["calls"] == 500
     assert found["missing"] == []
 

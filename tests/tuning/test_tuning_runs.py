@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.contract.tuning_classes import TuningJob, TuningReport
+from pagetwin.contract.tuning_classes import TuningCase, TuningJob, TuningReport
 from pagetwin.optimized import load_tuning, tune_kernels
 from pagetwin.optimized.kernels.portable.host.cost import RATES, Rates
 from pagetwin.optimized.kernels.portable.host.decode_tiles import estimate_shared_memory
@@ -281,6 +281,18 @@ def test_a_lost_device_ends_the_run_and_names_the_candidate() -> None:
     report = tune_kernels(jobs_of("decode", "prefill"), clock, 1e6, CPU)
     assert report.ended.startswith("the device was lost to a candidate of ")
     assert "illegal memory access" in report.ended and "\n" not in report.ended
+
+
+@few
+def test_a_job_without_memory_is_left_out() -> None:
+    def fail() -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    (decode,) = jobs_of("decode")
+    large = replace(decode, cases=(TuningCase("large", fail),))
+    report, _ = run([large, decode])
+    assert report.ended == "complete" and len(report.record["rows"]) == 1
+    assert report.record["skipped"] == {"OutOfMemoryError": 1}
 
 
 @few

@@ -283,7 +283,9 @@ def _leave(path: Path, report: "TuningReport") -> None:
     """Say how the run ended, and exit with the code for it."""
     ended = report.ended
     if ended != "complete":
-        print_error(f"{ended}: {path} has what was finished", "yellow")
+        is_written = bool(report.record["rows"])
+        rest = f"{path} has what was finished" if is_written else "nothing is written"
+        print_error(f"{ended}: {rest}", "yellow")
     if ended == "interrupted":
         raise typer.Exit(INTERRUPTED)
     if report.wrong or "lost" in ended:
