@@ -67,9 +67,9 @@ def tune_kernels(
         on_progress: called before each job, and while it is measured.
 
     Raises:
-        ValueError: a job is of no known kind.
+        ValueError: a job is of no known kind, or its tensors are not on a GPU while the interpreter
+            is off.
         NotImplementedError: a layer that the kernels do not take on this device.
-        RuntimeError: tensors of a GPU's job are not on one.
     """
     for job in jobs:
         if job.what not in (*TIMED, RATES):
