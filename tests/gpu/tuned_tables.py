@@ -14,8 +14,6 @@ The last line says how many workloads take more than 1.02 or less than 0.95 of t
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -29,6 +27,7 @@ from pagetwin.optimized.kernels.portable.host.family import FAMILIES
 from pagetwin.optimized.kernels.portable.tables.active_tables import (
     ActiveTables,
     activate,
+    find_tables,
 )
 from pagetwin.optimized.kernels.portable.tables.kernel_tables import (
     DEFAULT,
@@ -54,38 +53,36 @@ FP8 = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 
 
 class OursWithTables(Ours):
-    """Ours with the tables of a file.
+    """Ours with certain tables.
 
     Args:
         device: as in `Ours`.
-        name: of the file.
-        tables: its tables.
+        name: in the record: "ours", and a word for the file.
+        tables: the tables.
     """
 
     def __init__(self, device: str, name: str, tables: KernelTables) -> None:
         super().__init__(device)
-        self.name, self.title = f"ours-{name}", f"tables of {name}"
+        self.name, self.title = name, name
         self.tables = tables
 
     def prepare(self, inputs: Inputs) -> Prepared:
         prepared = super().prepare(inputs)
 
         def call() -> Any:
-            with using(inputs.device, self.tables):
-                return prepared.call()
+            use_tables(inputs.device, self.tables)
+            return prepared.call()
 
         return replace(prepared, call=call)
 
 
-@contextmanager
-def using(device: torch.device, tables: KernelTables) -> Iterator[None]:
-    """Use tables for the calls in this context."""
-    for active in (tables, DEFAULT):
-        activate(device, ActiveTables(active))
-        for pipeline in (dispatch.PIPELINE, cascade.PIPELINE):
-            pipeline.forget_plans()
-        if active is tables:
-            yield
+def use_tables(device: torch.device, tables: KernelTables) -> None:
+    """Plan with these tables. Plans are kept while the tables are the same, also in a capture."""
+    if find_tables(device) is tables:
+        return
+    activate(device, ActiveTables(tables))
+    for pipeline in (dispatch.PIPELINE, cascade.PIPELINE):
+        pipeline.forget_plans()
 
 
 def read_any(path: Path) -> KernelTables:
@@ -153,9 +150,9 @@ def tune(asked: argparse.Namespace, workloads: list[Workload], device: str) -> i
 
 def compare(asked: argparse.Namespace, workloads: list[Workload], device: str) -> int:
     """Time the workloads with all tables, and print the ratios."""
-    libraries: list[Any] = [Ours(device)]
+    libraries: list[Any] = [OursWithTables(device, "ours", DEFAULT)]
     for path in asked.tables:
-        libraries.append(OursWithTables(device, path.stem, read_any(path)))
+        libraries.append(OursWithTables(device, f"ours-{path.stem}", read_any(path)))
     settings = BenchSettings(
         tuple(workloads), device, rounds=asked.rounds, repeats=asked.repeats
     )
@@ -163,6 +160,7 @@ def compare(asked: argparse.Namespace, workloads: list[Workload], device: str) -
     if asked.commit:
         bench.machine["commit"] = asked.commit
     record = bench.run()
+    use_tables(torch.device(device), DEFAULT)
     lost = False
     for library in libraries[1:]:
         ratios = {}

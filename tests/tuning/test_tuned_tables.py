@@ -41,7 +41,7 @@ def test_workloads_are_timed_with_the_tables_of_files_of_any_chip(
     words = ["compare", str(out), "decode-8x32k", "--tables", str(file), "--smoke"]
     monkeypatch.setattr(sys, "argv", ["tuned_tables.py", *words, "--rounds", "1"])
     assert program.main() == 0
-    assert "tables of other: 1 workloads, " in capsys.readouterr().out
+    assert "ours-other: 1 workloads, " in capsys.readouterr().out
     (workload,) = json.loads(out.read_text())["workloads"]
     assert set(workload["results"]) == {"ours", "ours-other"}
     assert all(entry["status"] == "timed" for entry in workload["results"].values())

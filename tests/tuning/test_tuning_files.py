@@ -209,6 +209,17 @@ def test_the_file_of_the_chip_in_the_cache_folder_is_found(cached: Path) -> None
     assert find_tables(GPU).thresholds.short_tiles == 40
 
 
+def test_without_a_home_there_is_no_cache_folder(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", fail)
+    assert str(tuning_in_use(GPU)) == "default"
+
+
 @pytest.mark.parametrize("name", ["another version", "no JSON", "other kernels"])
 def test_a_stale_file_in_the_cache_folder_is_a_warning(name: str, cached: Path) -> None:
     content, _ = BAD[name]

@@ -127,7 +127,10 @@ def _choose(device: torch.device) -> ActiveTables:
         return ActiveTables(read_tables(path, device), path)
     if INTERPRETED or device.type != "cuda":
         return ActiveTables()
-    path = cache_file(describe_chip(device))
+    try:
+        path = cache_file(describe_chip(device))
+    except RuntimeError:  # there is no home folder
+        return ActiveTables()
     try:
         if not path.exists():
             return ActiveTables()
