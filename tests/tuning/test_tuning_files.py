@@ -209,7 +209,7 @@ def test_the_file_of_the_chip_in_the_cache_folder_is_found(cached: Path) -> None
     assert find_tables(GPU).thresholds.short_tiles == 40
 
 
-def test_without_a_home_there_is_no_cache_folder(
+def test_a_process_without_a_home_has_the_default_tables(
     cached: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> Path:

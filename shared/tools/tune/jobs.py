@@ -182,7 +182,7 @@ def choose_jobs(kinds: Sequence[TunedLayer]) -> list[TuningJob]:
     jobs = [job for kind in kinds for job in _tile_jobs(kind)]
     jobs += [job for kind in kinds if kind.layer.is_main for job in _append_jobs(kind)]
     few = first.cases(SHORT_DECODES)
-    many = first.cases([((64, 1, 4096),), _ragged(first, 96)])
+    many = first.cases([((64, 1, 4096),), _ragged(96)])
     jobs.append(TuningJob("short_tiles", few))
     jobs.append(TuningJob("min_segment", (*few, *many)))
     jobs.append(TuningJob("rates", first.cases(CHUNKS)))
@@ -196,19 +196,24 @@ def _tile_jobs(kind: TunedLayer) -> list[TuningJob]:
     return [
         TuningJob(
             "decode",
-            kind.cases([((many, 1, 4096),), _ragged(kind, 2 * many)]),
+            kind.cases([((many, 1, 4096),), _ragged(2 * many), ((2 * full, 1, 512),)]),
             kind.proofs(sorted({1, kind.most_decoded})),
         ),
         TuningJob(
             "prefill",
-            kind.cases([((1, 8192, 8192),), ((4, 1024, 2048),)]),
+            kind.cases([((1, 8192, 8192),), ((4, 1024, 2048),), ((16, 256, 256),)]),
             # more rows than any decode tile has
             kind.proofs((65, 130)),
         ),
         TuningJob(
             "small batch",
             kind.cases(
-                [((1, 1, 32768),), ((4, 1, 4096),), ((max(1, full - 1), 1, 8192),)]
+                [
+                    ((1, 1, 32768),),
+                    ((4, 1, 4096),),
+                    ((max(1, full - 1), 1, 8192),),
+                    ((1, 1, 512),),
+                ]
             ),
             kind.proofs((1,)),
         ),
@@ -224,7 +229,13 @@ def _append_jobs(kind: TunedLayer) -> list[TuningJob]:
             jobs.append(
                 TuningJob(
                     "append",
-                    kind.cases([((8, tokens, 8192),), ((32, tokens, 2048),)]),
+                    kind.cases(
+                        [
+                            ((8, tokens, 8192),),
+                            ((32, tokens, 2048),),
+                            ((1, tokens, 32768),),
+                        ]
+                    ),
                     kind.proofs((1, 2, 7, 33)),
                     rows,
                 )
@@ -232,7 +243,7 @@ def _append_jobs(kind: TunedLayer) -> list[TuningJob]:
     return jobs
 
 
-def _ragged(kind: TunedLayer, reqs: int) -> Lens:
+def _ragged(reqs: int) -> Lens:
     """Return decodes whose lengths' logarithms are normal, with a median of 1,024 keys."""
     lens = ragged_lens(reqs, seed=7, median=1024, sigma=0.8, least=64, most=8192)
     return tuple((1, 1, keys) for keys in lens)

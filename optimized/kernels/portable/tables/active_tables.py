@@ -129,7 +129,7 @@ def _choose(device: torch.device) -> ActiveTables:
         return ActiveTables()
     try:
         path = cache_file(describe_chip(device))
-    except RuntimeError:  # there is no home folder
+    except RuntimeError:  # without a home folder
         return ActiveTables()
     try:
         if not path.exists():
