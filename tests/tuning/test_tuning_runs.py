@@ -1,6 +1,7 @@
 """Tuning runs in the interpreter, with a clock that a test sets."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -24,6 +25,7 @@ from pagetwin.optimized.tuning.rates import PREFILL, TimedBatch, fit_rates
 from pagetwin.optimized.tuning.search import REPEATS
 from pagetwin.tools.tune.jobs import TunedLayer, choose_jobs
 from pagetwin.tools.tune.layers import LayerSizes
+from support.compiler_process import json_lines
 from support.scripted_clock import ScriptedClock
 from support.twins import WITHOUT_GPU
 
@@ -281,6 +283,23 @@ def test_a_lost_device_ends_the_run_and_names_the_candidate() -> None:
     report = tune_kernels(jobs_of("decode", "prefill"), clock, 1e6, CPU)
     assert report.ended.startswith("the device was lost to a candidate of ")
     assert "illegal memory access" in report.ended and "\n" not in report.ended
+
+
+@pytest.mark.extended
+def test_candidates_are_compiled_in_threads_and_those_that_fail_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An H100 is pretended, and kernels with 8 warps cannot be compiled."""
+    launch = Path(__file__).parents[1] / "launch"
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", f"{launch}{os.pathsep}{before}")
+    (found,) = json_lines(Path(__file__).with_name("tuned_ahead.py"))
+    assert found["ended"] == "complete" and found["wrong"] == []
+    assert found["tried"] > 10 and found["skipped"] > 0
+    # another number of programs needs no other kernel
+    assert 1 < found["in_threads"] < found["tried"] and found["in_main"] == 0
+    assert found["choice"]["num_warps"] == 4 and found["choice"]["programs"] == 4
+    assert found["chip"]["multiprocessors"] == 132
 
 
 @few
