@@ -1,5 +1,6 @@
 """Clock of a tuning run: captured graphs with a cold L2 cache, in alternation, as the benchmark."""
 
+import gc
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,10 @@ class BenchClock:
     def __init__(self, device: str, seed: int = 0) -> None:
         self._stopwatch = Stopwatch(device)
         self._order = random.Random(seed)
+        if self._stopwatch.on_gpu:
+            # each capture of a graph collects garbage, among all objects that are not frozen
+            gc.collect()
+            gc.freeze()
 
     def now(self) -> float:
         """Return the seconds since any moment."""
