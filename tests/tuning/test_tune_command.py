@@ -84,6 +84,7 @@ def test_a_run_writes_a_file_that_is_shown_and_named(
 
 
 @WITHOUT_GPU
+@pytest.mark.extended
 def test_rows_of_other_layers_stay_in_a_file(
     tune: Run, two_jobs: ScriptedClock
 ) -> None:

@@ -81,6 +81,7 @@ def unloaded() -> Iterator[None]:
 
 
 @few
+@pytest.mark.extended
 def test_a_run_finds_the_fastest_tiles_and_its_file_is_loaded(
     tmp_path: Path, unloaded: None
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_choice_within_the_noise_is_not_taken() -> None:
 
 
 @few
+@pytest.mark.extended
 @pytest.mark.parametrize(("slow_round", "is_taken"), [(None, True), (2, False)])
 def test_a_choice_that_is_slower_in_one_round_is_not_taken(
     slow_round: int | None, is_taken: bool
@@ -176,6 +178,7 @@ def test_a_candidate_with_a_wrong_result_is_never_chosen(
 
 
 @few
+@pytest.mark.extended
 def test_a_choice_that_is_wrong_at_other_lengths_is_not_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -413,6 +416,7 @@ def test_rates_stay_if_nothing_is_gained_or_another_batch_would_lose() -> None:
     assert fit_rates([gains, loses], RATES) == RATES
 
 
+@pytest.mark.extended
 def test_the_rates_of_a_run_are_in_its_file() -> None:
     report, _ = run(jobs_of("rates"), lambda rows: 100.0 + 10 * (rows != 32))
     (row,) = report.record["rows"]
