@@ -1,6 +1,5 @@
 """Candidates of a choice: the values that are tried, and those that no program could hold."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Protocol
@@ -96,23 +95,19 @@ class NumberSpace:
     """Values of a threshold: powers of two times the default.
 
     Args:
-        default: the value that is used without tables.
+        default: the value that is used without tables. If it is an integer, all values are.
     """
 
-    default: int
+    default: float
 
-    def neighbours(self, value: int) -> list[int]:
-        """Return twice the value, and half of it."""
-        known = self.grid()
-        near = {value * 2, value // 2}
-        return [number for number in known if number in near]
+    def neighbours(self, value: float) -> list[float]:
+        """Return the next smaller value, and the next larger one."""
+        grid = self.grid()
+        index = grid.index(value)
+        return [*grid[max(0, index - 1) : index], *grid[index + 1 : index + 2]]
 
-    def grid(self) -> list[int]:
+    def grid(self) -> list[float]:
         """Return all values."""
-        return list(self._values())
-
-    def _values(self) -> Iterator[int]:
-        for exponent in range(-2, 3):
-            value = int(self.default * 2.0**exponent)
-            if value:
-                yield value
+        kind = type(self.default)
+        values = (kind(self.default * 2.0**exponent) for exponent in range(-2, 3))
+        return [value for value in values if value]

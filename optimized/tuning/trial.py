@@ -18,8 +18,8 @@ from ..runtime.compile_ahead import count_threads, launch_compiled
 from ..runtime.workspace import release_workspace
 
 Launch = Callable[[], None]
-MakeLaunch = Callable[[AttentionCall], Launch]
-"""Plans a call from the tables that are tried, and returns its launch."""
+MakeLaunch = Callable[["PreparedCase"], Launch]
+"""Plans the call of a case from the tables that are tried, and returns its launch."""
 
 
 class Failures:
@@ -40,12 +40,17 @@ class PreparedCase:
 
     Args:
         case: the case.
+
+    Attributes:
+        call: the call.
+        prefix_len: keys that all sequences begin with; 0 for calls without a shared prefix.
     """
 
     def __init__(self, case: TuningCase) -> None:
         self.name = case.name
         arguments, self._check = case.make()
         given = dict(arguments)
+        self.prefix_len: int = given.get("common_prefix_len", 0)
         options = choose_options(given["options"], causal=True)
         query: Tensor = given["query"]
         scale = given.get("scale")
@@ -152,7 +157,7 @@ class Trial:
         """Return a launch per case, or the error of one."""
         try:
             with trying(tables):
-                return [self._make_launch(case.call) for case in self.cases]
+                return [self._make_launch(case) for case in self.cases]
         except (ValueError, NotImplementedError) as error:
             return type(error).__name__
 

@@ -17,6 +17,7 @@ from ...contract.tuning_classes import (
     TuningJob,
     TuningReport,
 )
+from ..dispatch.cascade import launch_cascade, make_cascade_plan
 from ..dispatch.pipeline import check_supported
 from ..kernels.portable.host.launches import Launches
 from ..kernels.portable.host.plan import PortablePlan
@@ -193,7 +194,7 @@ class _Run:
         make_launch = partial(_make_launch, job)
         for case in map(PreparedCase, job.proofs):
             with trying(tables):
-                launch = make_launch(case.call)
+                launch = make_launch(case)
             if message := case.check(launch, self.clock):
                 self.failures.wrong.append(f"{choice}: {case.name}: {message}")
                 return False
@@ -230,8 +231,11 @@ def _make_plan(job: TuningJob, call: AttentionCall) -> PortablePlan:
     return PortableDecodePlan(call)
 
 
-def _make_launch(job: TuningJob, call: AttentionCall) -> Launch:
-    """Return a launch of that kernel."""
+def _make_launch(job: TuningJob, case: PreparedCase) -> Launch:
+    """Return a launch of that kernel; with a shared prefix, those of a cascade."""
+    call = case.call
+    if case.prefix_len:
+        return partial(launch_cascade, make_cascade_plan(call), call, case.prefix_len)
     plan: Any = _make_plan(job, call)
     task = Task(plan.launches.short_rows if job.what == "prefill" else 0, job.rows)
     return partial(plan.launch, call, task)
@@ -243,7 +247,7 @@ def _find_choice(
     """Return the key of a job's choice, the default and all values; None if it has none."""
     thresholds = DEFAULT.thresholds
     if job.what in (field.name for field in fields(thresholds)):
-        number: int = getattr(thresholds, job.what)
+        number: float = getattr(thresholds, job.what)
         return job.what, number, NumberSpace(number)
     key = launches.tile_key
     if job.what == "prefill":

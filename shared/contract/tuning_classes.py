@@ -7,7 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-TIMED = ("decode", "small batch", "append", "prefill", "min_segment", "short_tiles")
+TIMED = (
+    "decode", "small batch", "append", "prefill", "min_segment", "short_tiles",
+    "short_rest_keys", "short_rest_programs",
+)  # fmt: skip
 """What a job times with several values: tiles of a kernel, or a threshold between kernels."""
 
 
@@ -31,7 +34,8 @@ class TuningInputs(NamedTuple):
     """The tensors of a batch.
 
     Args:
-        arguments: arguments of `paged_attention` by name, with `out`.
+        arguments: arguments of `paged_attention` by name, with `out`; of `cascade_attention` with
+            `common_prefix_len`.
         check: returns what is wrong in `out`; an empty string if nothing is.
     """
 

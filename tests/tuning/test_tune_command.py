@@ -246,7 +246,7 @@ def test_batches_fill_the_chip_and_fit_the_memory(cache_format: str) -> None:
         TunedLayer(layer, "bfloat16", cache_format, 1 << 30, 132) for layer in STANDARD
     ]
     found = choose_jobs(kinds)
-    assert len(found) == 9 + 3 + 3
+    assert len(found) == 9 + 3 + 5
     for kind in kinds:
         for lens in (((300, 1, 8192),), ((1, 1, 131072),)):
             batch = kind.batch(lens)
@@ -287,7 +287,7 @@ def test_a_dry_run_lists_what_would_be_timed(tune: Run) -> None:
     done = tune("--dry-run", "--memory-gb", 1)
     assert done.exit_code == 0
     lines = done.output.splitlines()
-    assert len(lines) == 15 and lines[0].startswith("decode: 64 x 4096, 32/8 heads")
+    assert len(lines) == 17 and lines[0].startswith("decode: 64 x 4096, 32/8 heads")
     assert not [*Path().iterdir()]
 
 

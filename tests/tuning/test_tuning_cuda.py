@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from pagetwin.contract.tuning_classes import TuningInUse, TuningReport
-from pagetwin.optimized import load_tuning, paged_attention, tune_kernels
+from pagetwin.optimized import (
+    cascade_attention,
+    load_tuning,
+    paged_attention,
+    tune_kernels,
+)
 from pagetwin.optimized.kernels.portable.host.family import FAMILIES
 from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
 from pagetwin.optimized.kernels.portable.tables.active_tables import find_tables
@@ -64,13 +69,10 @@ def test_attention_with_the_measured_tables_is_right(
         for job in choose_jobs([layer]):
             for case in (*job.cases, *job.proofs):
                 inputs, check = case.make()
-                given = dict(inputs)
-                out = paged_attention(
-                    given.pop("query"), given.pop("key_cache"),
-                    given.pop("value_cache"), given.pop("block_table"),
-                    given.pop("query_start_loc"), given.pop("seq_lens"),
-                    given.pop("max_query_len"), given.pop("max_seq_len"), **given,
-                )  # fmt: skip
+                attend = paged_attention
+                if "common_prefix_len" in inputs:
+                    attend = cascade_attention
+                out = attend(**inputs)
                 assert check(out) == "", (job.what, case.name)
 
 
@@ -100,13 +102,7 @@ def test_no_plan_of_a_compiled_kernel_outlives_its_tables(
             load_tuning(source, GPU)
             for _ in range(4):
                 inputs["out"].fill_(torch.nan)
-                given = dict(inputs)
-                paged_attention(
-                    given.pop("query"), given.pop("key_cache"),
-                    given.pop("value_cache"), given.pop("block_table"),
-                    given.pop("query_start_loc"), given.pop("seq_lens"),
-                    given.pop("max_query_len"), given.pop("max_seq_len"), **given,
-                )  # fmt: skip
+                paged_attention(**inputs)
                 assert check(inputs["out"]) == ""
     assert len(made) == 3 and made[0] == made[2] == DEFAULT != made[1]
     assert find_tables(GPU) == DEFAULT

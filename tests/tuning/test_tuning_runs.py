@@ -16,7 +16,7 @@ from pagetwin.optimized.kernels.portable.host.cost import RATES, Rates
 from pagetwin.optimized.kernels.portable.host.decode_tiles import estimate_shared_memory
 from pagetwin.optimized.kernels.portable.host.tuning import Tiles
 from pagetwin.optimized.kernels.portable.tables.active_tables import find_tables
-from pagetwin.optimized.kernels.portable.tables.kernel_tables import TileKey
+from pagetwin.optimized.kernels.portable.tables.kernel_tables import DEFAULT, TileKey
 from pagetwin.optimized.runtime.cost_layer import BatchBounds, Layer
 from pagetwin.optimized.runtime.launcher import Launcher
 from pagetwin.optimized.tuning import candidates
@@ -305,6 +305,17 @@ def test_candidates_are_compiled_in_threads_and_those_that_fail_are_left_out(
     assert found["chip"]["multiprocessors"] == 132
 
 
+@pytest.mark.extended
+def test_the_limits_of_short_rests_are_measured_on_cascades() -> None:
+    """The tiny batches have three requests, and the interpreter four multiprocessors."""
+    jobs = jobs_of("short_rest_keys", "short_rest_programs")
+    assert all("after a prefix of" in job.cases[0].name for job in jobs)
+    report, _ = run(jobs, lambda value: 1.0 / value)
+    assert report.wrong == () and report.ended == "complete"
+    keys, programs = choices_of(report)
+    assert keys == 4 * DEFAULT.thresholds.short_rest_keys and programs == 6.0
+
+
 @few
 def test_a_job_without_memory_is_left_out() -> None:
     def fail() -> Any:
@@ -377,6 +388,8 @@ def test_thresholds_are_doubled_and_halved() -> None:
     space = NumberSpace(20)
     assert space.grid() == [5, 10, 20, 40, 80]
     assert space.neighbours(20) == [10, 40] and space.neighbours(80) == [40]
+    assert NumberSpace(2).grid() == [1, 2, 4, 8]
+    assert NumberSpace(1.5).grid() == [0.375, 0.75, 1.5, 3.0, 6.0]
 
 
 LLAMA = Layer(4, 8, 256, 512, True, None, 132)

@@ -21,6 +21,12 @@ APPEND_ROWS = (32, 64, 128)
 SHORT_DECODES: tuple[Lens, ...] = (
     ((2, 1, 16384),), ((8, 1, 6144),), ((1, 1, 65536),), ((16, 1, 5120),),
 )  # fmt: skip
+PREFIX_LEN = 2048
+CASCADES: tuple[Lens, ...] = (
+    ((128, 1, PREFIX_LEN + 256),), ((64, 1, PREFIX_LEN + 512),),
+    ((32, 1, PREFIX_LEN + 256),), ((64, 1, PREFIX_LEN + 2048),),
+)  # fmt: skip
+"""Decodes whose sequences begin with the same keys."""
 CHUNKS: tuple[Lens, ...] = (
     ((8, 16, 8192),), ((2, 64, 16384),), ((1, 512, 32768),), ((16, 128, 4096),),
     ((4, 1024, 4096),), ((64, 8, 1024),),
@@ -62,8 +68,12 @@ class TunedLayer:
         """New tokens of a request that decodes compute, at most."""
         return max(1, 16 // self.group_size)
 
-    def batch(self, lens: Lens) -> Workload:
+    def batch(self, lens: Lens, prefix_len: int = 0) -> Workload:
         """Return a batch, with fewer keys if the caches would be too large.
+
+        Args:
+            lens: its requests.
+            prefix_len: keys that all of them begin with, at most.
 
         Raises:
             ValueError: They would be too large with LEAST_KEYS keys too.
@@ -77,9 +87,13 @@ class TunedLayer:
                     f"{reqs} x {new} of {keys}" if new > 1 else f"{reqs} x {keys}"
                     for reqs, new, keys in lens
                 )
+            shared = min(prefix_len, min(keys for _, _, keys in lens) // 2)
+            shared = shared // BLOCK_SIZE * BLOCK_SIZE
+            name += f" after a prefix of {shared}" if shared else ""
             found = Workload(
                 name=f"{name}, {layer.name}",
-                kind="decode",
+                kind="cascade" if shared else "decode",
+                shared_prefix=shared,
                 about="tuning",
                 query_lens=tuple(new for reqs, new, _ in lens for _ in range(reqs)),
                 kv_lens=tuple(keys for reqs, _, keys in lens for _ in range(reqs)),
@@ -110,9 +124,16 @@ class TunedLayer:
                 )
             lens = smaller
 
-    def cases(self, batches: Sequence[Lens]) -> tuple[TuningCase, ...]:
-        """Return batches that are timed; those that became equal are left out."""
-        workloads = {found.name: found for found in map(self.batch, batches)}
+    def cases(
+        self, batches: Sequence[Lens], prefix_len: int = 0
+    ) -> tuple[TuningCase, ...]:
+        """Return batches that are timed; those that became equal are left out.
+
+        Args:
+            prefix_len: keys that the requests of a batch begin with, at most.
+        """
+        drawn = (self.batch(lens, prefix_len) for lens in batches)
+        workloads = {found.name: found for found in drawn}
         return tuple(
             make_case(workload, is_whole=False) for workload in workloads.values()
         )
@@ -165,6 +186,8 @@ def make_case(workload: Workload, is_whole: bool) -> TuningCase:
             "out": inputs.fresh(),
             "options": replace(inputs.options(), k_scale=k_scale, v_scale=v_scale),
         }
+        if workload.shared_prefix:
+            arguments["common_prefix_len"] = workload.shared_prefix
         return TuningInputs(
             arguments, lambda out: expected.check(out, workload.dtype).message
         )
@@ -186,6 +209,10 @@ def choose_jobs(kinds: Sequence[TunedLayer]) -> list[TuningJob]:
     jobs.append(TuningJob("short_tiles", few))
     jobs.append(TuningJob("min_segment", (*few, *many)))
     jobs.append(TuningJob("rates", first.cases(CHUNKS)))
+    if first.layer.window is None:
+        cascades = first.cases(CASCADES, PREFIX_LEN)
+        jobs.append(TuningJob("short_rest_keys", cascades))
+        jobs.append(TuningJob("short_rest_programs", cascades))
     return jobs
 
 
