@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -297,6 +298,15 @@ def test_the_clock_runs_and_times_each_call() -> None:
     real = clock.BenchClock("cpu")
     calls = {name: real.prepare(lambda name=name: ran.append(name)) for name in "ab"}
     times = real.race(calls, 3)
-    assert sorted(ran) == ["a"] * 3 + ["b"] * 3
+    # each has run once before, to find out how many turns there is time for
+    assert sorted(ran) == ["a"] * 4 + ["b"] * 4
     assert {name: len(runs) for name, runs in times.items()} == {"a": 3, "b": 3}
     assert real.now() > 0
+
+
+@WITHOUT_GPU
+def test_slow_calls_have_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "RACE_SECONDS", 1e-6)
+    ran: list[None] = []
+    times = clock.BenchClock("cpu").race({0: lambda: ran.append(sleep(1e-3))}, 9)
+    assert len(times[0]) == 1 and len(ran) == 2

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from ..bench.timing import Stopwatch, captured, time_interleaved
+from ..bench.timing import LEAST_REPEATS, Stopwatch, captured, time_interleaved
+
+RACE_SECONDS = 2.0
+"""What a race takes at most, if its calls are not so slow that the fewest turns take longer."""
 
 
 class BenchClock:
@@ -39,7 +42,13 @@ class BenchClock:
     def race(
         self, calls: Mapping[Any, Callable[[], None]], repeats: int
     ) -> dict[Any, list[float]]:
-        """Return the microseconds of each call's runs, one of each in every turn."""
+        """Return the microseconds of each call's runs, one of each in every turn.
+
+        Slow calls have fewer turns, so that a race takes about RACE_SECONDS.
+        """
+        once = sum(map(self._stopwatch.time, calls.values())) / 1e6
+        least = LEAST_REPEATS if self._stopwatch.on_gpu else 1
+        repeats = max(least, min(repeats, int(RACE_SECONDS / max(once, 1e-9))))
         names = list(calls)
         by_name = {str(index): calls[name] for index, name in enumerate(names)}
         times = time_interleaved(by_name, repeats, self._order, self._stopwatch)
