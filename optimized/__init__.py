@@ -122,6 +122,8 @@ from .parallel.ring import RingContextParallel
 from .parallel.symmetric_ranks import SymmetricRanks
 from .parallel.warm_up_ranks import warm_up_ranks
 from .runtime.workspace import release_workspace
+from .tuning.load import load_tuning, tuning_in_use
+from .tuning.tune import tune_kernels
 from .v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -207,6 +209,7 @@ __all__ = [
     "is_block_tables_empty",
     "latent_decode_attention",
     "latent_prefill_attention",
+    "load_tuning",
     "log2_lse_to_ln",
     "lse_weighted_combine",
     "make_block_table",
@@ -235,6 +238,8 @@ __all__ = [
     "subclass_attention_backend",
     "subclass_attention_metadata",
     "swap_blocks",
+    "tune_kernels",
+    "tuning_in_use",
     "use_cascade_attention",
     "view_kv_cache",
     "warm_up",

@@ -12,6 +12,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # most adapters of the tests wrap the reference; those that do not ask for `guarded_calls`
 os.environ.setdefault("PAGETWIN_GUARD_CALLS", "0")
+# a tuning file of the user would change which kernels are tested
+os.environ["PAGETWIN_TUNING"] = "off"
 
 from collections.abc import Callable, Iterator
 from importlib import import_module

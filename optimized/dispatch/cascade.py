@@ -122,7 +122,7 @@ def choose_rest_tile(plan: CascadePlan, call: AttentionCall, rest_len: int) -> i
         call.query_start_loc.shape[0] - 1, call.query.shape[0], call.max_query_len,
         rest_len,
     )  # fmt: skip
-    return choose_row_tile(plan.layer, batch, plan.row_tiles)
+    return choose_row_tile(plan.layer, batch, plan.row_tiles, plan.rest.tables.rates)
 
 
 def over_prefix(call: AttentionCall) -> AttentionCall:

@@ -41,6 +41,10 @@ class Pipeline:
     make_plan: Callable[[AttentionCall], Any]
     launch: Callable[[Any, AttentionCall, int], None]
 
+    def forget_plans(self) -> None:
+        """Drop all plans. What a thread is planning meanwhile is not kept."""
+        self.plans = self.plans.renewed()
+
 
 def attend(
     pipeline: Pipeline, call: AttentionCall, check: Check, prefix_len: int = 0

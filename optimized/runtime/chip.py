@@ -1,6 +1,7 @@
 """Properties of the chip that a launch plan depends on."""
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,35 @@ def find_shared_memory(device: torch.device) -> int:
     # torch has this property, its type stubs do not
     found: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     return found
+
+
+class Chip(NamedTuple):
+    """What distinguishes chips, and parts of a chip, for which other tables are best.
+
+    Args:
+        name: as the driver reports it.
+        capability: compute capability, such as "9.0".
+        multiprocessors: SMs that are visible.
+        shared_memory: bytes that one program may have.
+    """
+
+    name: str
+    capability: str
+    multiprocessors: int
+    shared_memory: int
+
+
+def describe_chip(device: torch.device) -> Chip:
+    """Return the chip of a device."""
+    if INTERPRETED:
+        return Chip("Triton's interpreter", "none", count_processors(device), 0)
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(
+        properties.name,
+        f"{properties.major}.{properties.minor}",
+        properties.multi_processor_count,
+        find_shared_memory(device),
+    )
 
 
 @cache

@@ -65,9 +65,14 @@ class PlanCache(SignatureCache[_Value]):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
+        self._capacity = capacity
         self.repeats: SignatureCache[Any] = SignatureCache(min(capacity, MAX_REPEATS))
 
     def clear(self) -> None:
         """Drop all plans and repeated calls."""
         super().clear()
         self.repeats.clear()
+
+    def renewed(self) -> "PlanCache[_Value]":
+        """Return an empty cache of the same capacity."""
+        return PlanCache(self._capacity)

@@ -207,6 +207,7 @@ def _print_record(record: dict[str, Any]) -> None:
         console.print(table)
     for line in [ceiling_words(record), *error_notes(record), *reasons(record)]:
         _print_line(line)
+    _print_line(f"tables of pagetwin: {record['machine']['tables']}")
     if record["published"] is not None:
         _print_line(f"published: {record['published']['source']}")
 

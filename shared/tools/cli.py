@@ -1,4 +1,4 @@
-"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, export, bench, interpret.
+"""The command `pagetwin`: replay, reproduce, explain, check, fuzz, export, bench, tune, interpret.
 
 Slow imports are inside the commands, so `pagetwin --help` is fast.
 """
@@ -24,6 +24,7 @@ from .interpret_command import interpret
 from .puzzles.command import puzzles
 from .replay_commands import replay, reproduce
 from .solution_commands import export
+from .tune.command import tune
 
 app = typer.Typer(
     cls=Commands,
@@ -93,6 +94,7 @@ for command in (
     fuzz,
     export,
     bench,
+    tune,
     interpret,
     puzzles,
 ):

@@ -10,13 +10,13 @@ from pagetwin.conformance.checks.dense import judge_attention, judge_lse, same_b
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.gluon_interpreter import interpret_gluon
 from pagetwin.optimized.dispatch import cascade
-from pagetwin.optimized.kernels.portable.host import cascade as grids
 from pagetwin.optimized.kernels.sm90.cascade.family import PrefixPlan, choose_split_len
 from pagetwin.optimized.kernels.sm90.common.config import Sm90Config
 from schedule_kernels import PrefixSizes, prefix_kernel
 from support.compile_prefill_sm90 import BF16, FP16
 from support.planted_keys import plant, share_prefix
 from support.sm90_calls import NAN, build, needs_hopper, own_counters
+from support.thresholds import set_thresholds
 from support.twins import TWINS
 
 __all__ = ["own_counters"]
@@ -99,7 +99,7 @@ def run(
         patch.setattr(PrefixPlan, "launch_prefix", launch_prefix)
         patch.setattr(PrefixPlan, "is_overlapped", is_overlapped)
         if is_overlapped:
-            patch.setattr(grids, "SHORT_REST_PROGRAMS", 0)
+            set_thresholds(patch, short_rest_programs=0)
         if split_len is not None:
             patch.setattr(PrefixPlan, "split_len", lambda *_: split_len)
         out, lse = batch.fresh()
@@ -230,7 +230,7 @@ def test_a_graph_is_replayed_with_other_lengths_and_fewer_requests(
     )
     batch = share_prefix(build(plan, "cuda"), 640)
     monkeypatch.setattr(PrefixPlan, "is_overlapped", is_overlapped)
-    monkeypatch.setattr(grids, "SHORT_REST_PROGRAMS", 0 if is_overlapped else 99)
+    set_thresholds(monkeypatch, short_rest_programs=0 if is_overlapped else 99)
     out, lse = run(batch, 640, monkeypatch, None, is_overlapped)
     arguments = batch.arguments() | {"common_prefix_len": 640, "out": out, "lse": lse}
     twin = TWINS["optimized"].raw

@@ -13,13 +13,13 @@ from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch import cascade, dispatch
 from pagetwin.optimized.kernels.portable.host import make_launches as prepare
 from pagetwin.optimized.kernels.portable.host import plan as portable
-from pagetwin.optimized.kernels.portable.host import tuning
 from pagetwin.optimized.kernels.sm90.append import family as append
 from pagetwin.optimized.kernels.sm90.cascade import family as prefix
 from pagetwin.optimized.kernels.sm90.invariant import family as invariant
 from pagetwin.optimized.runtime.launcher import INTERPRETED
 from support.forced_choices import one_launch_for_all
 from support.planted_keys import share_prefix
+from support.thresholds import set_thresholds
 from support.twins import TWINS
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
@@ -77,7 +77,7 @@ def lender(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[Le
     for module in (portable, cascade):
         monkeypatch.setattr(module, "find_workspace", lender.find)
     # the interpreter has 4 multiprocessors: few decodes get up to 4 programs each
-    monkeypatch.setattr(tuning, "SHORT_TILES", 8)
+    set_thresholds(monkeypatch, short_tiles=8)
     # kernels for Hopper have other workspaces
     for family in (append, invariant, prefix):
         monkeypatch.setattr(family, "is_hopper", lambda device: False)

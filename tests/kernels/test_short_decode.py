@@ -8,13 +8,13 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch import dispatch
-from pagetwin.optimized.kernels.portable.host import tuning
 from pagetwin.optimized.kernels.portable.host.plans import (
     DecodeGrid,
     PortableDecodePlan,
 )
 from pagetwin.optimized.kernels.portable.host.tuning import split_short_decodes
 from support.planted_keys import plant
+from support.thresholds import OF_A_CHIP, set_thresholds
 from support.twins import TWINS
 
 # keys of a KV tile, multiprocessors, programs at once
@@ -22,13 +22,10 @@ CHIP = (64, 132, 132)
 TWO_PER_SM = (128, 132, 264)
 
 
-def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning, "SHORT_TILES", 20)
+def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors() -> None:
     for pairs, num_tiles in product(range(1, 140), range(180)):
         # one request has the most tiles per program
-        splits = split_short_decodes(1, pairs, num_tiles, *CHIP)
+        splits = split_short_decodes(1, pairs, num_tiles, *CHIP, OF_A_CHIP)
         assert splits * pairs <= 132
         assert splits <= max(1, num_tiles)
         if splits:
@@ -39,11 +36,9 @@ def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors(
             assert split_tiles == max(1, -(-num_tiles // (132 // pairs)))
 
 
-def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partition(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning, "SHORT_TILES", 20)
-    monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
+def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partition() -> (
+    None
+):
     most = {
         # two programs per pair: by how many tiles one of so many requests may exceed the mean
         (1, 66): 2 * 40,
@@ -56,22 +51,19 @@ def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partitio
         (133, 1): -1,
     }
     for (reqs, heads), num_tiles in most.items():
-        assert split_short_decodes(reqs, heads, num_tiles + 1, *CHIP) == 0
+        assert split_short_decodes(reqs, heads, num_tiles + 1, *CHIP, OF_A_CHIP) == 0
         if num_tiles > 0:
-            found = split_short_decodes(reqs, heads, num_tiles, *CHIP)
+            found = split_short_decodes(reqs, heads, num_tiles, *CHIP, OF_A_CHIP)
             assert found == 132 // (reqs * heads)
 
 
-def test_each_pair_of_many_short_decodes_has_a_program_if_all_run_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
-    assert split_short_decodes(33, 8, 4, *TWO_PER_SM) == 1
+def test_each_pair_of_many_short_decodes_has_a_program_if_all_run_at_once() -> None:
+    assert split_short_decodes(33, 8, 4, *TWO_PER_SM, OF_A_CHIP) == 1
     # one pair more, and keys that stream-K divides
-    assert split_short_decodes(265, 1, 4, *TWO_PER_SM) == 0
-    assert split_short_decodes(33, 8, 5, *TWO_PER_SM) == 0
+    assert split_short_decodes(265, 1, 4, *TWO_PER_SM, OF_A_CHIP) == 0
+    assert split_short_decodes(33, 8, 5, *TWO_PER_SM, OF_A_CHIP) == 0
     # one program per multiprocessor
-    assert split_short_decodes(17, 8, 3, 128, 132, 132) == 0
+    assert split_short_decodes(17, 8, 3, 128, 132, 132, OF_A_CHIP) == 0
 
 
 # requests, KV heads, KV tiles, their keys, programs at once; microseconds in the stream-K
@@ -116,12 +108,11 @@ def test_the_chosen_decode_kernel_takes_at_most_3_percent_more_than_the_other_on
     batch: tuple[int, int, int, int, int],
     stream_k: float,
     few: dict[int, float],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tuning, "SHORT_TILES", 20)
-    monkeypatch.setattr(tuning, "MIN_SEGMENT", 512)
     reqs, heads, num_tiles, block_n, resident = batch
-    splits = split_short_decodes(reqs, heads, num_tiles, block_n, 132, resident)
+    splits = split_short_decodes(
+        reqs, heads, num_tiles, block_n, 132, resident, OF_A_CHIP
+    )
     times = {0: stream_k} | few
     assert times[splits] <= 1.03 * min(times.values())
 
@@ -141,8 +132,7 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     # a repeated call is not planned again
     dispatch.PIPELINE.plans.clear()
     # the interpreter has 4 multiprocessors: 4 programs per request, 2, or 1
-    monkeypatch.setattr(tuning, "SHORT_TILES", 8)
-    monkeypatch.setattr(tuning, "MIN_SEGMENT", 256)
+    set_thresholds(monkeypatch, short_tiles=8, min_segment=256)
     return found
 
 

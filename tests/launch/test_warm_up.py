@@ -19,10 +19,10 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("chip", ["80", "90"])
-def test_calls_within_a_spec_need_no_other_kernel(chip: str) -> None:
+@pytest.mark.parametrize("arguments", [("80",), ("90",), ("90", "tuned")])
+def test_calls_within_a_spec_need_no_other_kernel(arguments: tuple[str, ...]) -> None:
     """Launches are recorded; a kernel is compiled once per set of types and constants."""
-    (found,) = json_lines(SCRIPT, chip)
+    (found,) = json_lines(SCRIPT, *arguments)
     assert found["warmed"] > 50 and found["calls"] == 500
     assert found["missing"] == []
 

@@ -54,7 +54,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"kernels"},
         {"dispatch"},
         {"attention", "batch", "cache", "v0"},
-        {"backends", "warm_up"},
+        {"backends", "tuning", "warm_up"},
         {"parallel"},
     ],
     "conformance": [

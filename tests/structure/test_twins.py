@@ -73,7 +73,7 @@ FILES = sorted(
 )
 # parts of the twin that have no counterpart: kernels, what launches them, and one file per backend
 ONLY_PARTS_OF_THE_TWIN = (
-    "backends/", "dispatch/", "kernels/", "launch.py", "runtime/", "warm_up/",
+    "backends/", "dispatch/", "kernels/", "launch.py", "runtime/", "tuning/", "warm_up/",
     "parallel/combine.py", "parallel/kernels/", "parallel/rank_",
     "parallel/symmetric_ranks.py", "parallel/warm_up_ranks.py",
 )  # fmt: skip
@@ -109,7 +109,10 @@ OTHER_EXPORTS = {
         "SymmetricRanks",
         "WarmUpSpec",
         "WarmedKernel",
+        "load_tuning",
         "release_workspace",
+        "tune_kernels",
+        "tuning_in_use",
         "warm_up",
         "warm_up_ranks",
     },

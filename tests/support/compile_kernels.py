@@ -103,6 +103,7 @@ def pretend(chip: int, launches: list[Any]) -> None:
     """Record launches instead of making them, as on that chip."""
     shared_memory, processors = CHIPS[chip]
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
+        name=f"chip {chip}",
         shared_memory_per_block_optin=shared_memory,
         multi_processor_count=processors,
         major=chip // 10,

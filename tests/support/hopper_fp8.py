@@ -27,6 +27,7 @@ from torch import Tensor
 from support.compile_fp8_decode_sm90 import E4M3, E5M2
 from support.fp8_calls import assert_right, make_batch, make_options, to_call
 from support.hopper import COUNTERS, pretend_hopper
+from support.thresholds import set_thresholds
 
 BF16, FP16 = torch.bfloat16, torch.float16
 NAN = float("nan")
@@ -50,7 +51,7 @@ def pretend_fp8_hopper(
     patch.setattr(prepare, "must_widen", lambda dtype: False)
     patch.setattr(launcher, "has_native_fp8", lambda device: True)
     patch.setattr(launches, "REQS_PER_PASS", REQS_PER_PASS)
-    patch.setattr(launches, "MIN_SEGMENT", MIN_SEGMENT)
+    set_thresholds(patch, min_segment=MIN_SEGMENT)
     with pretend_hopper(patch, seed, **options) as interpreted:
         yield interpreted
 

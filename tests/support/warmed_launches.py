@@ -1,11 +1,11 @@
 """Print which calls within a spec launch a kernel that `warm_up` has not compiled.
 
-    PYTHONPATH=tests python tests/support/warmed_launches.py 90
+    PYTHONPATH=tests python tests/support/warmed_launches.py 90 [tuned]
 
 Launches are recorded instead of made, on host tensors, as in compile_kernels.py. A kernel is
 compiled once per set of types, constants and alignments. One JSON object: `warmed`, the number of
 kernels that `warm_up` compiled; `calls`, how many calls followed; `missing`, the calls that needed
-another one.
+another one. With "tuned" all tiles, thresholds and rates of the portable kernels are others.
 """
 
 import os
@@ -27,6 +27,16 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.cache_formats import FORMATS, head_size_of
 from pagetwin.contract.layer_pages import split_scaled_cache, state_bytes
+from pagetwin.optimized.kernels.portable.host.cost import Rates
+from pagetwin.optimized.kernels.portable.host.tuning import Thresholds, Tiles
+from pagetwin.optimized.kernels.portable.tables.active_tables import (
+    ActiveTables,
+    activate,
+)
+from pagetwin.optimized.kernels.portable.tables.kernel_tables import (
+    KernelTables,
+    TileKey,
+)
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -164,8 +174,31 @@ def call(
         twin.paged_attention(*arguments, **given)
 
 
-def main(chip: int) -> None:
+class OtherTables(KernelTables):
+    """Tables in which no tile is the default one."""
+
+    def find(self, key: TileKey, default: Tiles) -> Tiles:
+        """Return narrower tiles with another number of warps, and of programs."""
+        return replace(
+            default,
+            block_n=max(16, default.block_n // 2),
+            num_warps=8 if default.num_warps == 4 else 4,
+            programs=0 if key.role == "prefill" else 3,
+        )
+
+
+def use_other_tables() -> None:
+    """Let host tensors, which stand for those of a GPU, have other tables."""
+    other = OtherTables(
+        thresholds=Thresholds(1024, 7, 300, 0.5), rates=Rates(split_us=20.0)
+    )
+    activate(torch.device("cpu"), ActiveTables(other))
+
+
+def main(chip: int, is_tuned: bool) -> None:
     """Warm up, then make calls."""
+    if is_tuned:
+        use_other_tables()
     launches: list[Any] = []
     pretend(chip, launches)
     twin = import_module("pagetwin.optimized")
@@ -210,4 +243,4 @@ def main(chip: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2:] == ["tuned"])

@@ -93,6 +93,37 @@ def find_expected(inputs: Inputs) -> ExpectedRows:
     )
 
 
+def expect_all(inputs: Inputs) -> ExpectedRows:
+    """Return the reference's values of all rows of a small paged batch."""
+    workload = inputs.workload
+    key, value = inputs.numbers(slice(None), torch.float32)
+    reference = load_implementation("reference")
+
+    def attend(values: Tensor, dtype: torch.dtype) -> Tensor:
+        out: Tensor = reference.paged_attention(
+            inputs.query.to(key.dtype),
+            key,
+            values,
+            inputs.block_table,
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            inputs.max_query_len,
+            inputs.max_seq_len,
+            scale=workload.scale,
+            out=torch.empty_like(inputs.fresh(), dtype=dtype),
+            compute_dtype=dtype,
+            options=inputs.options(),
+        )
+        return out
+
+    return ExpectedRows(
+        torch.arange(workload.tokens, device=inputs.device),
+        attend(value, torch.float64),
+        attend(value, workload.dtype),
+        attend(value.abs(), torch.float64),
+    )
+
+
 def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return one row: in float64, in its own dtype, and the average of absolute values."""
     workload, device = inputs.workload, inputs.device

@@ -21,6 +21,7 @@ from .ceilings import Ceilings, measure_ceilings
 from .inputs import Inputs, draw_inputs
 from .libraries import all_libraries, choose_libraries
 from .libraries.library import AttentionLibrary, Declined, Prepared
+from .libraries.ours import name_tables
 from .machine import describe_card, describe_machine
 from .results import FORMAT, BenchStatus, Entry, workload_record
 from .settings import BenchSettings
@@ -76,6 +77,7 @@ class Benchmark:
         self.ended = "began"
         self.ceilings: Ceilings | None = None
         self.machine = describe_machine(settings.device)
+        self.machine["tables"] = name_tables(settings.device)
         self.missing = {library.name: library.missing() for library in self.libraries}
         self.entries = {
             workload.name: {library.name: Entry() for library in self.libraries}

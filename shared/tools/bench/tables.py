@@ -303,6 +303,8 @@ def markdown(record: Record) -> str:
         ", ".join([f"Commit {commit[:12]}", *changed]).replace(",  ", ", "),
         versions,
     ]
+    if (tables := machine.get("tables", "default")) != "default":
+        words.append(f"tables {tables}")
     if card:
         words.append(f"driver {card['driver']}, power limit {card['power_limit']}")
     lines = [

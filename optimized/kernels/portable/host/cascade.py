@@ -28,7 +28,7 @@ from .cost import estimate_split
 from .launches import Launches
 from .make_launcher import as_bits
 from .plan import PortablePlan
-from .tuning import SHORT_REST_KEYS, SHORT_REST_PROGRAMS, choose_short_rest_tiles
+from .tuning import choose_short_rest_tiles
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,8 @@ class PortablePrefixPlan(PortablePlan):
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return the time of an append of all queries to the prefix."""
         block_m = cover(self.row_tiles, batch.tokens * layer.group_size)
-        return Estimate(estimate_split(layer, batch, block_m), block_m)
+        rates = self.launches.tables.rates
+        return Estimate(estimate_split(layer, batch, block_m, rates), block_m)
 
     def choose(self, call: AttentionCall, prefix_len: int, block_m: int) -> Grid:
         """Return the launch over a prefix.
@@ -203,11 +204,12 @@ def choose_rest(
     rows = call.max_query_len * rest.group_size
     query_tiles = -(-rows // block_m)
     programs = num_reqs * query_tiles * rest.kv_heads
+    thresholds = rest.tables.thresholds
     tiles = choose_short_rest_tiles(rest.row_tiles, call.query.dtype, block_m)
     if (
         tiles is not None
-        and rest_len <= SHORT_REST_KEYS
-        and programs >= SHORT_REST_PROGRAMS * rest.processors
+        and rest_len <= thresholds.short_rest_keys
+        and programs >= thresholds.short_rest_programs * rest.processors
     ):
         launcher, _, _ = rest.append(
             # the kernel is the same for any number of requests

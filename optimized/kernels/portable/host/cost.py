@@ -4,6 +4,7 @@ The constants are of an H200, as those in runtime/cost_constants.py.
 """
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ....runtime.cost_constants import (
@@ -33,6 +34,29 @@ ROUND_US = 4.0
 four per multiprocessor."""
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Rates of the portable kernels on a chip, as the constants of the same names describe them.
+
+    Args:
+        flop_per_us: operations per microsecond of one SM, with tiles of 16, 32, 64 and 128 rows.
+        split_us, prefill_us: microseconds besides what is counted.
+        prefill_share: rate of a prefill as a share of that of an append with as many rows.
+    """
+
+    flop_per_us: tuple[float, ...] = tuple(FLOP_PER_US.values())
+    split_us: float = SPLIT_US
+    prefill_us: float = PREFILL_US
+    prefill_share: float = 1.0
+
+    def flops(self, rows: int) -> float:
+        """Return the operations per microsecond of one SM with tiles of so many rows."""
+        return self.flop_per_us[tuple(FLOP_PER_US).index(rows)]
+
+
+RATES = Rates()
+
+
 def estimate_decode(layer: Layer, batch: BatchBounds) -> Estimate:
     """Return what the short requests of a batch add to the launch of its long ones."""
     short = batch.num_reqs - batch.num_long
@@ -42,28 +66,37 @@ def estimate_decode(layer: Layer, batch: BatchBounds) -> Estimate:
 
 @lru_cache(maxsize=1024)
 def choose_row_tile(
-    layer: Layer, batch: BatchBounds, row_tiles: tuple[int, ...]
+    layer: Layer,
+    batch: BatchBounds,
+    row_tiles: tuple[int, ...],
+    rates: Rates = RATES,
 ) -> int:
     """Return the rows of the query tiles with which an append is estimated to take least.
 
     Args:
         row_tiles: rows of each query tile, fewest first.
+        rates: of the kernels.
     """
-    return min(row_tiles, key=lambda block_m: estimate_split(layer, batch, block_m))
+    return min(row_tiles, key=lambda rows: estimate_split(layer, batch, rows, rates))
 
 
 def estimate_append(
-    layer: Layer, batch: BatchBounds, row_tiles: tuple[int, ...]
+    layer: Layer,
+    batch: BatchBounds,
+    row_tiles: tuple[int, ...],
+    rates: Rates = RATES,
 ) -> Estimate:
     """Return what an append of all requests takes, and the rows of its query tiles.
 
     Args:
         row_tiles: rows of each query tile, fewest first.
+        rates: of the kernels.
     """
-    block_m = choose_row_tile(layer, batch, row_tiles)
+    block_m = choose_row_tile(layer, batch, row_tiles, rates)
     if not may_be_split(batch):
         return Estimate(math.inf, block_m)
-    return Estimate(estimate_split(layer, batch, block_m) / TIE_SHARE, block_m)
+    time = estimate_split(layer, batch, block_m, rates)
+    return Estimate(time / TIE_SHARE, block_m)
 
 
 def may_be_split(batch: BatchBounds) -> bool:
@@ -73,7 +106,9 @@ def may_be_split(batch: BatchBounds) -> bool:
     )
 
 
-def estimate_split(layer: Layer, batch: BatchBounds, block_m: int) -> float:
+def estimate_split(
+    layer: Layer, batch: BatchBounds, block_m: int, rates: Rates = RATES
+) -> float:
     """Return the microseconds of the append kernel for all requests, with tiles of `block_m` rows.
 
     Every query tile is counted with the keys of its request, because the slowest program counts.
@@ -88,18 +123,21 @@ def estimate_split(layer: Layer, batch: BatchBounds, block_m: int) -> float:
     reads = num_reqs * heads * keys * layer.key_bytes
     reads_again = (tiles - num_reqs) * heads * keys * layer.key_bytes
     processors = layer.processors
-    rate = FLOP_PER_US[block_m] * processors
+    rate = rates.flops(block_m) * processors
     if layer.numbers <= 128:
         rate *= SMALL_HEAD_SHARE
-    return SPLIT_US + max(
+    return rates.split_us + max(
         products / rate,
         reads / (DECODE_BYTES_PER_US * processors)
         + reads_again / (L2_BYTES_PER_US * processors),
     )
 
 
-def estimate_prefill_of_rows(layer: Layer, batch: BatchBounds, rows: int) -> Estimate:
+def estimate_prefill_of_rows(
+    layer: Layer, batch: BatchBounds, rows: int, rates: Rates = RATES
+) -> Estimate:
     """Return what a prefill launch takes whose query tiles have so many rows."""
-    rates = PrefillRates(rows, FLOP_PER_US[rows], PREFILL_US, ROUND_US)
+    flop_per_us = rates.flops(rows) * rates.prefill_share
+    of_prefill = PrefillRates(rows, flop_per_us, rates.prefill_us, ROUND_US)
     tiles = -(-batch.max_query_len * layer.group_size // rows)
-    return Estimate(estimate_prefill(layer, batch, rates, tiles, layer.kv_heads))
+    return Estimate(estimate_prefill(layer, batch, of_prefill, tiles, layer.kv_heads))

@@ -7,8 +7,10 @@ a launch that needs more than the chip has is an error.
 
 import torch
 
+from .....contract.cache_formats import FORMATS
 from ....runtime.chip import find_shared_memory
 from ....runtime.launcher import INTERPRETED, next_power_of_2
+from ..tables.kernel_tables import TileKey
 from .tuning import SHARED_MEMORY, Tiles
 
 MOST_ROWS = 64
@@ -85,3 +87,24 @@ def limit_stages(
     of_keys = 2 * small_batch.block_n * (size + value_size)
     taken = (of_rows + of_keys) * dtype.itemsize
     return small_batch if taken <= find_shared_memory(device) else decode
+
+
+def estimate_shared_memory(key: TileKey, tiles: Tiles) -> int:
+    """Return the bytes of shared memory that a program with these tiles takes, at least.
+
+    These are the KV tiles that are in flight, and queries or weights: a prefill may keep one of
+    them in registers. Compiled for sm_86 and sm_90 with triton 3.7, 50 decodes and prefills take at
+    least that.
+
+    Example:
+        64 rows of 256 and tiles of 64 keys with 5 stages in 16 bits: 32 KiB of queries, and 128 of
+        KV tiles.
+    """
+    rows = key.rows or tiles.block_m
+    stages = tiles.num_stages - 1
+    in_flight = stages // 2 if key.is_paged else stages
+    form = FORMATS[key.cache_format]
+    stored = key.query_bytes if form.dtype is None else form.dtype.itemsize
+    numbers = tiles.block_n * (key.head_size + key.value_size)
+    of_keys = in_flight * numbers * stored // form.codes_per_element
+    return rows * max(key.head_size, tiles.block_n) * key.query_bytes + of_keys

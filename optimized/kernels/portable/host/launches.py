@@ -12,8 +12,9 @@ from ..append import append_kernel
 from ..arguments import Config, ShortDecode, StreamK, Tensors
 from ..decode import decode_kernel
 from ..short_decode import short_decode_kernel
+from ..tables.kernel_tables import DEFAULT, KernelTables, TileKey
 from .make_launcher import lower_call, make_launcher
-from .tuning import MIN_SEGMENT, PROGRAMS, Tiles, split_short_decodes
+from .tuning import PROGRAMS, Tiles, split_short_decodes
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
 """Requests whose tiles a decode program counts at once: for a small batch, the lanes of a warp."""
@@ -59,13 +60,15 @@ class Launches:
         has_decode: whether the decode kernel is used: the rows of one token fit its tile, and rows
             need not be batch-invariant.
         short_rows: rows of a decode request, at most; 0 if the decode kernel is not used.
-        block_m: rows of a prefill tile.
+        prefill_tiles: tiles of prefills.
+        tile_key: key of the tiles of prefills in tables; those of others have a role and rows.
         split_size: keys per split of batch-invariant rows; 0 if rows are not split.
         max_visible_keys: Optional. Keys that the rows of a decode request attend to, at most. If
             None, the options do not limit them.
         masks_all_tiles: whether a decode masks every KV tile.
         full_reqs: fewer requests than that are a small batch, which does not fill the chip.
         processors: multiprocessors of the chip.
+        tables: the tables that the tiles were chosen from, for all that a batch decides.
     """
 
     fixed: dict[str, Any]
@@ -79,12 +82,14 @@ class Launches:
     value_size: int
     has_decode: bool
     short_rows: int
-    block_m: int
+    prefill_tiles: Tiles
+    tile_key: TileKey
     split_size: int
     max_visible_keys: int | None
     masks_all_tiles: bool
     full_reqs: int
     processors: int
+    tables: KernelTables
     decodes: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
@@ -92,6 +97,11 @@ class Launches:
     appends: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a prefill tile."""
+        return self.prefill_tiles.block_m
 
     def bound_keys(self, max_key_len: int, block_n: int) -> int:
         """Return an upper bound of the keys in the KV tiles of a decode request.
@@ -139,10 +149,13 @@ class Launches:
         if known is None:
             kernel, registers = decode_kernel, None
             tiles = self.small_batch_tiles if is_small_batch else self.decode_tiles
-            programs = self.processors * (1 if is_small_batch else PROGRAMS)
+            of_processor = tiles.programs or (1 if is_small_batch else PROGRAMS)
+            thresholds = self.tables.thresholds
             if other is not None:
+                # a kernel that no table is for
                 kernel, tiles, of_processor, registers = other
-                programs = self.processors * of_processor
+                thresholds = DEFAULT.thresholds
+            programs = self.processors * of_processor
             numbers = combine_rows * self.config.BLOCK_DV
             config = self.config._replace(
                 BLOCK_M=self.short_rows if other is None else max(8, combine_rows),
@@ -152,7 +165,7 @@ class Launches:
                 MASK_ALL_TILES=masks_all_tiles,
             )
             plan = StreamK(
-                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
+                MIN_TILES=max(1, thresholds.min_segment // tiles.block_n),
                 QUERY_TILES=False,
                 REQS_PER_PASS=per_pass,
                 MANY_REQS=has_many_reqs,
@@ -176,14 +189,15 @@ class Launches:
         Args:
             num_reqs, max_key_len: bounds of the batch.
         """
-        block_n = self.small_batch_tiles.block_n
+        tiles = self.small_batch_tiles
+        block_n = tiles.block_n
         num_tiles = -(-self.bound_keys(max_key_len, block_n) // block_n)
         # two programs share an SM if they have the tiles of large batches
-        has_two = self.small_batch_tiles == self.decode_tiles
-        resident = self.processors * (PROGRAMS if has_two else 1)
+        of_processor = tiles.programs or (PROGRAMS if tiles == self.decode_tiles else 1)
         return split_short_decodes(
-            num_reqs, self.kv_heads, num_tiles, block_n, self.processors, resident
-        )
+            num_reqs, self.kv_heads, num_tiles, block_n, self.processors,
+            self.processors * of_processor, self.tables.thresholds,
+        )  # fmt: skip
 
     def short_decode(self, partial_rows: int) -> Launcher:
         """Return the launch of the kernel for few decodes.
@@ -255,7 +269,7 @@ class Launches:
                 MASK_ALL_TILES=self.masks_all_tiles or block_m < 64,
             )
             plan = StreamK(
-                MIN_TILES=max(1, MIN_SEGMENT // tiles.block_n),
+                MIN_TILES=max(1, self.tables.thresholds.min_segment // tiles.block_n),
                 QUERY_TILES=True,
                 REQS_PER_PASS=per_pass,
                 MANY_REQS=num_reqs > per_pass,
@@ -266,7 +280,8 @@ class Launches:
                 kernel, self.fixed, tiles, (lower or lower_call, tensors),
                 is_dependent, config=config, plan=plan, IS_DEPENDENT=is_dependent,
             )  # fmt: skip
-            programs = self.processors * (PROGRAMS if tiles.num_warps <= 4 else 1)
+            of_processor = tiles.programs or (PROGRAMS if tiles.num_warps <= 4 else 1)
+            programs = self.processors * of_processor
             known = (launcher, tiles.block_n, max(1, programs // self.kv_heads))
             self.appends[key] = known
         return known

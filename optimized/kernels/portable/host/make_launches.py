@@ -27,6 +27,8 @@ from ..options.score import ScoreConstants, lower_scores
 from ..options.visible_range import MaskConstants, lower_masks
 from ..prefill import prefill_kernel
 from ..split_kv import split_kv_kernel, split_rows_kernel
+from ..tables.active_tables import find_tables
+from ..tables.kernel_tables import KernelTables, TileKey
 from .decode_tiles import choose_short_rows, limit_stages
 from .launches import Launches
 from .make_launcher import make_launcher
@@ -67,6 +69,15 @@ def make_launches(call: AttentionCall) -> Launches:
         short_rows = choose_short_rows(group_size, decode, sum(sizes), *of_chip)
     has_decode = short_rows > 0
     small_batch = limit_stages(small_batch, decode, short_rows, sizes, *of_chip)
+    tables = find_tables(query.device, options.batch_invariant)
+    tile_key = _make_key(query, config, options)
+    if has_decode:
+        decode, small_batch = (
+            tables.find(tile_key._replace(role=role, rows=short_rows), tiles)
+            for role, tiles in (("decode", decode), ("small batch", small_batch))
+        )
+    row_tiles = _replace_row_tiles(tables, tile_key, row_tiles)
+    prefill = tables.find(tile_key, prefill)
     tree = options.tree_mask
     fixed = {
         "strides": _strides(query, key, value, block_table, out),
@@ -97,7 +108,8 @@ def make_launches(call: AttentionCall) -> Launches:
         value_size=value_size,
         has_decode=has_decode,
         short_rows=short_rows,
-        block_m=prefill.block_m,
+        prefill_tiles=prefill,
+        tile_key=tile_key,
         split_size=SPLIT_SIZE if options.batch_invariant else 0,
         max_visible_keys=_max_visible_keys(short_rows, options),
         masks_all_tiles=(
@@ -105,6 +117,40 @@ def make_launches(call: AttentionCall) -> Launches:
         ),
         full_reqs=processors // kv_heads + 1,
         processors=processors,
+        tables=tables,
+    )
+
+
+def _make_key(query: Tensor, config: Config, options: AttentionOptions) -> TileKey:
+    """Return the key of the tiles of prefills."""
+    has = {
+        "bias": options.position_bias is not None,
+        "tree": options.tree_mask is not None,
+        "window": _has_window(options),
+    }
+    return TileKey(
+        role="prefill",
+        rows=0,
+        head_size=config.BLOCK_D,
+        value_size=config.BLOCK_DV,
+        query_bytes=query.dtype.itemsize,
+        cache_format=config.CACHE_FORMAT,
+        is_paged=config.BLOCK_SIZE > 0,
+        options=tuple(name for name, is_given in has.items() if is_given),
+    )
+
+
+def _replace_row_tiles(
+    tables: KernelTables, key: TileKey, row_tiles: tuple[Tiles, ...]
+) -> tuple[Tiles, ...]:
+    """Return the tiles of split requests; those with fewest rows stay those of the default."""
+    first, *others = row_tiles
+    return (
+        first,
+        *(
+            tables.find(key._replace(role="append", rows=tiles.block_m), tiles)
+            for tiles in others
+        ),
     )
 
 

@@ -115,7 +115,8 @@ class PortableAppendPlan(PortablePlan):
 
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return the time of an append, and the rows of its query tiles."""
-        return estimate_append(layer, batch, self.row_tiles)
+        rates = self.launches.tables.rates
+        return estimate_append(layer, batch, self.row_tiles, rates)
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests, and clear the rows of no request.
@@ -157,7 +158,8 @@ class PortablePrefillPlan(PortablePlan):
 
     def estimate(self, layer: Layer, batch: BatchBounds) -> Estimate:
         """Return the time of a prefill."""
-        return estimate_prefill_of_rows(layer, batch, self.launches.block_m)
+        rates = self.launches.tables.rates
+        return estimate_prefill_of_rows(layer, batch, self.launches.block_m, rates)
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""

@@ -35,12 +35,17 @@ from ....runtime.launcher import INTERPRETED
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows and keys of a launch's tiles, its warps and pipeline stages."""
+    """Rows and keys of a launch's tiles, its warps and pipeline stages.
+
+    Args:
+        programs: programs per SM of a stream-K partition. 0 stands for the default of its kernel.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    programs: int = 0
 
 
 # bytes of a padded head: decode, prefill
@@ -97,6 +102,17 @@ SHORT_REST_PROGRAMS = 1.5
 SHORT_REST_TILES = (64, 4, 3)
 """Keys of a KV tile, warps and stages of these programs: 54.1 us. Others are (64, 2, 3): 53.2,
 (128, 4, 3): 53.4, (32, 2, 5): 54.2, (32, 2, 3): 54.4 and (64, 4, 5): 59.1."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits between kernels, as the constants of the same names describe them."""
+
+    min_segment: int = MIN_SEGMENT
+    short_tiles: int = SHORT_TILES
+    short_rest_keys: int = SHORT_REST_KEYS
+    short_rest_programs: float = SHORT_REST_PROGRAMS
+
 
 DECODE_KEYS_ROWS = 32
 """Rows of a split tile, at most, that has as many keys as a decode tile. Not measured yet."""
@@ -201,6 +217,7 @@ def split_short_decodes(
     block_n: int,
     processors: int,
     resident: int,
+    thresholds: Thresholds,
 ) -> int:
     """Return the programs per request and kv head of few decodes; 0 for others.
 
@@ -248,20 +265,23 @@ def split_short_decodes(
         block_n: keys of a KV tile.
         processors: multiprocessors of the chip.
         resident: programs with the tiles of a small batch that the chip runs at once.
+        thresholds: limits between this kernel and stream-K.
     """
     tiles, pairs = max(num_tiles, 1), num_reqs * kv_heads
     programs = processors // pairs
     if programs <= 1:
-        most = max(1, MIN_SEGMENT // block_n)
+        most = max(1, thresholds.min_segment // block_n)
         return int(tiles <= most and pairs <= resident)
     split_tiles = -(-tiles // programs)
-    most = _most_split_tiles(num_reqs) if resident == processors else SHORT_TILES
+    most = thresholds.short_tiles
+    if resident == processors:
+        most = _most_split_tiles(num_reqs, most)
     if split_tiles > most:
         return 0
     return -(-tiles // split_tiles)
 
 
-def _most_split_tiles(num_reqs: int) -> int:
+def _most_split_tiles(num_reqs: int, short_tiles: int) -> int:
     """Return the KV tiles per program of few decodes, at most: see SHORT_TILES.
 
     Example:
@@ -269,7 +289,7 @@ def _most_split_tiles(num_reqs: int) -> int:
         since longer splits were not measured.
     """
     reqs = max(2, num_reqs)
-    return SHORT_TILES * reqs // (reqs - 1)
+    return short_tiles * reqs // (reqs - 1)
 
 
 def max_head_size(dtype: torch.dtype, device: torch.device) -> int:

@@ -3,12 +3,22 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from ....contract.operations import load_implementation
 from ..inputs import Inputs
 from .launches import watch_launches
 from .library import AttentionLibrary, Declined, Prepared
+
+
+def name_tables(device: str) -> str:
+    """Return the fingerprint of the tables that ours is planned from, and their file's name.
+
+    Raises:
+        OSError, ValueError: The file that PAGETWIN_TUNING names cannot be read, or does not fit.
+    """
+    return str(import_module("pagetwin.optimized").tuning_in_use(device))
 
 
 class Ours(AttentionLibrary):

@@ -1,0 +1,1 @@
+"""Tables of the portable kernels: what a tuning file replaces, and which tables a device has."""

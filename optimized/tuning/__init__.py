@@ -1,0 +1,1 @@
+"""Tuning: measures the choices of the portable kernels on a device, and uses what was measured."""
