@@ -122,6 +122,7 @@ from .parallel.ring import RingContextParallel
 from .parallel.symmetric_ranks import SymmetricRanks
 from .parallel.warm_up_ranks import warm_up_ranks
 from .runtime.workspace import release_workspace
+from .sparse.attention import convert_req_index_to_global_index, sparse_attention
 from .v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -177,6 +178,7 @@ __all__ = [
     "compute_slot_mapping_start_idx",
     "compute_token_to_req_indices",
     "concat_and_cache_mla",
+    "convert_req_index_to_global_index",
     "copy_blocks",
     "create_fast_prefill_custom_backend",
     "dcp_attention",
@@ -226,6 +228,7 @@ __all__ = [
     "reshape_layered_kv_cache",
     "reshape_query_for_spec_decode",
     "slice_query_start_locs",
+    "sparse_attention",
     "split_attn_metadata",
     "split_decodes_and_prefills",
     "split_decodes_prefills_and_extends",

@@ -194,6 +194,12 @@ CONCEPTS = (
         ),
     ),
     Concept(
+        "sparse_attention",
+        "sparse.attention",
+        "Sparse attention: each query attends to the cache slots that it names.",
+        ("convert_req_index_to_global_index", "sparse_attention"),
+    ),
+    Concept(
         "local_attention",
         "batch.local_attention",
         "Chunked local attention: each chunk of a sequence as a request of its own.",

@@ -11,6 +11,7 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | tokens | new tokens of the step, concatenated over all requests |
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
+| selected | keys that a query names in sparse attention |
 | value_head_size | elements of one head's value; may differ from those of its key |
 | key_elements, value_elements | those of a cache: half of the numbers if a byte holds two codes |
 | latent_width | kv_lora_rank + qk_rope_head_dim, or bytes per record: last axis of a latent cache |
@@ -77,6 +78,8 @@ StepPositions = Int64[Tensor, "rows"]
 PrefixRanges = Int32[Tensor, "reqs max_ranges 2"]
 QueryRanges = Int32[Tensor, "rows 2"]
 TokenRanges = Int32[Tensor, "tokens 2"]
+TokenRequests = Int32[Tensor, "tokens"]
+Selected = Int32[Tensor, "tokens selected"]
 SampledTokens = Int32[Tensor, "reqs sampled"]
 ProgramChunks = Int32[Tensor, "programs"]
 StateBlocks = Int32[Tensor, "reqs state_blocks"]
