@@ -123,6 +123,7 @@ from .parallel.symmetric_ranks import SymmetricRanks
 from .parallel.warm_up_ranks import warm_up_ranks
 from .runtime.workspace import release_workspace
 from .sparse.attention import convert_req_index_to_global_index, sparse_attention
+from .sparse.indexer import index_scores, indexer_k_quant_and_cache, select_keys
 from .v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -202,6 +203,8 @@ __all__ = [
     "get_per_layer_parameters",
     "get_seq_len_block_table_args",
     "get_tp_heads",
+    "index_scores",
+    "indexer_k_quant_and_cache",
     "infer_global_hyperparameters",
     "init_kv_cache",
     "is_all_cross_attn_metadata_set",
@@ -227,6 +230,7 @@ __all__ = [
     "reshape_kv_caches",
     "reshape_layered_kv_cache",
     "reshape_query_for_spec_decode",
+    "select_keys",
     "slice_query_start_locs",
     "sparse_attention",
     "split_attn_metadata",

@@ -118,6 +118,7 @@ from .parallel.heads import get_dcp_groups, get_tp_heads
 from .parallel.prefill import PrefillContextParallel
 from .parallel.ring import RingContextParallel
 from .sparse.attention import convert_req_index_to_global_index, sparse_attention
+from .sparse.indexer import index_scores, indexer_k_quant_and_cache, select_keys
 from .v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -192,6 +193,8 @@ __all__ = [
     "get_per_layer_parameters",
     "get_seq_len_block_table_args",
     "get_tp_heads",
+    "index_scores",
+    "indexer_k_quant_and_cache",
     "infer_global_hyperparameters",
     "init_kv_cache",
     "is_all_cross_attn_metadata_set",
@@ -216,6 +219,7 @@ __all__ = [
     "reshape_kv_caches",
     "reshape_layered_kv_cache",
     "reshape_query_for_spec_decode",
+    "select_keys",
     "slice_query_start_locs",
     "sparse_attention",
     "split_attn_metadata",

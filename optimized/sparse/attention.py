@@ -29,7 +29,7 @@ from ...validation import values_checked
 from ...validation.sparse import check_convert_indices, check_sparse_attention
 from ..attention.paged import paged_attention
 from ..dispatch.dispatch import reject_compute_dtype
-from ..kernels.move_to_front import move_to_front
+from ..kernels.sparse.move_to_front import move_to_front
 from ..runtime.operators import operator
 
 

@@ -14,13 +14,14 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | selected | keys that a query names in sparse attention |
 | value_head_size | elements of one head's value; may differ from those of its key |
 | key_elements, value_elements | those of a cache: half of the numbers if a byte holds two codes |
+| index_bytes | bytes per token of the indexer's cache: a code per element, and a scale of 4 |
 | latent_width | kv_lora_rank + qk_rope_head_dim, or bytes per record: last axis of a latent cache |
 | ... | one number for all, one per kv head, or one per slot and kv head |
 | *any | axes of any number and size |
 | _ | a buffer that may be longer than its used part; blocks of one of several layers |
 """
 
-from jaxtyping import Bool, Float, Int8, Int32, Int64, Real
+from jaxtyping import Bool, Float, Int8, Int32, Int64, Real, UInt8
 from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
@@ -61,6 +62,12 @@ NopeQuery = Float[Tensor, "tokens query_heads qk_nope_head_dim"]
 RopeQuery = Float[Tensor, "tokens query_heads qk_rope_head_dim"]
 KeyUpProjection = Float[Tensor, "query_heads qk_nope_head_dim kv_lora_rank"]
 ValueUpProjection = Float[Tensor, "query_heads kv_lora_rank value_head_size"]
+
+IndexKey = Float[Tensor, "tokens index_head_dim"]
+IndexCache = UInt8[Tensor, "num_blocks block_size index_bytes"]
+IndexQuery = Float[Tensor, "tokens index_heads index_head_dim"]
+IndexWeights = Float[Tensor, "tokens index_heads"]
+IndexScores = Float[Tensor, "tokens keys"]
 
 BlockTable = Int32[Tensor, "reqs max_blocks"]
 BlockCounts = Int32[Tensor, "reqs"]

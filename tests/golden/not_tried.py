@@ -16,8 +16,6 @@ from .deviations import Condition
 
 FILES = {
     "v033_compressed_slot_mapping": "sparse attention",
-    "v033_indexer_k_quant_and_cache": "sparse attention",
-    "v033_indexer_logits": "sparse attention",
     "v033_indexer_metadata": "sparse attention",
     "v033_sparse_swa_indices": "sparse attention",
     "v033_kv_quant_mode": "names of cache formats",

@@ -12,6 +12,11 @@ import pytest
 import torch
 from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.conformance.cases.latent_batches import LatentPlan, build_latents
+from pagetwin.conformance.laws.indexer import (
+    Indexed,
+    arguments_of_write,
+    build_indexed,
+)
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.metadata_classes import UBatchSlice
@@ -226,6 +231,11 @@ def test_sparse_attention_reads_nothing_on_the_host(
         optimized.convert_req_index_to_global_index(
             owners, table, call.slots, 4, compact_valid_to_front=True
         )
+        optimized.indexer_k_quant_and_cache(**arguments_of_write(device))
+        scores = optimized.index_scores(
+            **build_indexed(Indexed((2,), (9,)), device).given
+        )
+        optimized.select_keys(scores, 3)
 
 
 @pytest.mark.cuda

@@ -22,6 +22,11 @@ from pagetwin.conformance.cases.choice_calls import build_call
 from pagetwin.conformance.cases.options import Call
 from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
+from pagetwin.conformance.laws.indexer import (
+    Indexed,
+    arguments_of_write,
+    build_indexed,
+)
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
@@ -223,6 +228,15 @@ def draw_selections(name: str, device: torch.device) -> list[Arguments]:
             for call in calls
         ]
         return [found[0], buffers_of(found[1])]
+    if name == "index_scores":
+        return [
+            build_indexed(Indexed((2, 1), (5, 1), dtype=dtype), device).given
+            for dtype in (torch.float32, torch.float8_e4m3fn)
+        ]
+    if name == "select_keys":
+        return [{"scores": torch.randn(3, 9, device=device), "topk": 4}]
+    if name == "indexer_k_quant_and_cache":
+        return [arguments_of_write(device) | {"scale_fmt": "ue8m0"}]
     return [
         {
             "req_id": torch.tensor([1, -1], device=device).int(),
@@ -273,6 +287,9 @@ DRAWN: dict[str, Callable[[str, torch.device], list[Arguments]]] = {
     "swap_blocks": draw_copies,
     "compute_slot_mapping_device": draw_slots,
     "convert_req_index_to_global_index": draw_selections,
+    "index_scores": draw_selections,
+    "indexer_k_quant_and_cache": draw_selections,
+    "select_keys": draw_selections,
     "sparse_attention": draw_selections,
     "merge_attn_states": draw_states,
     "lse_weighted_combine": draw_states,

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from golden.cases import adapter
+from golden.cases import SKIP, adapter
 
 
 def int32(numbers: Any) -> Tensor:
@@ -58,3 +58,61 @@ def global_topk(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         twin, given, [req if is_valid else -1 for req, is_valid in valid]
     )
     return {"global_indices": slots, "lens": count.tolist()}
+
+
+@adapter("v033_indexer_k_quant_and_cache", on_device=True)
+def indexer_write(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Write keys; the layout of a block says what vLLM's writer for AMD GPUs does."""
+    k, size, blocks = inputs["k"], inputs["block_size"], inputs["num_blocks"]
+    dim = k.shape[1]
+    cache = torch.full(
+        (blocks, size, dim + 4), inputs["fill_byte"], dtype=torch.uint8, device=k.device
+    )
+    slots = torch.tensor(inputs["slot_mapping"], device=k.device)
+    twin.indexer_k_quant_and_cache(k, cache, slots, inputs["scale_fmt"])
+    pages = cache.view(blocks, -1)
+    if size > 1:
+        pages[:, : size * dim] = in_tiles(pages[:, : size * dim], size, dim)
+    return {"cache": pages, "layout": SKIP}
+
+
+def in_tiles(codes: Tensor, size: int, dim: int) -> Tensor:
+    """Return rows of codes as vLLM's writer for AMD GPUs stores them: tiles of 16 by 16."""
+    tiles = codes.reshape(-1, size // 16, 16, dim // 16, 16)
+    return tiles.transpose(2, 3).flatten(1).clone()
+
+
+@adapter("v033_indexer_logits", on_device=True)
+def indexer_logits(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Compute scores over a paged cache, or over keys that are one after the other."""
+    if "kv_cache" not in inputs:
+        return ragged_logits(twin, inputs)
+    q, cache, lens = inputs["q"], inputs["kv_cache"], inputs["context_lens"]
+    reqs, next_n = q.shape[:2]
+    starts = int32([next_n * req for req in range(reqs + 1)]).to(q.device)
+    scores = twin.index_scores(
+        q.flatten(0, 1), inputs["weights"], cache[:, :, 0],
+        int32(inputs["block_tables"]).to(q.device), starts, int32(lens).to(q.device),
+        inputs["max_model_len"],
+    )  # fmt: skip
+    return {"logits": scores}
+
+
+def ragged_logits(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Give each row a request of its own, whose blocks of one key are those of its range."""
+    q, k, number = inputs["q"], inputs["k"], len(inputs["k"])
+    scales = inputs["k_scale"].view(torch.uint8)
+    cache = torch.cat([k.view(torch.uint8), scales], 1)[:, None]
+    first, end = inputs["cu_seqlen_ks"], inputs["cu_seqlen_ke"]
+    rows = [[*range(start, number), *[0] * start] for start in first]
+    lens = [stop - start for start, stop in zip(first, end, strict=True)]
+    starts = int32(range(len(q) + 1)).to(q.device)
+    found = twin.index_scores(
+        q, inputs["weights"], cache, int32(rows).to(q.device), starts,
+        int32(lens).to(q.device), number,
+    )  # fmt: skip
+    scores = torch.full_like(found, -torch.inf)
+    for row, start in enumerate(first):
+        scores[row, start:] = found[row, : number - start]
+    # vLLM's own are rounded to bfloat16; those in float64 are exact, and so are sums here
+    return {"logits": SKIP, "logits_float64": scores.double()}
