@@ -122,6 +122,8 @@ from .parallel.ring import RingContextParallel
 from .parallel.symmetric_ranks import SymmetricRanks
 from .parallel.warm_up_ranks import warm_up_ranks
 from .runtime.workspace import release_workspace
+from .sparse.attention import convert_req_index_to_global_index, sparse_attention
+from .sparse.indexer import index_scores, indexer_k_quant_and_cache, select_keys
 from .tuning.load import load_tuning, tuning_in_use
 from .tuning.tune import tune_kernels
 from .v0.encoder_decoder import (
@@ -179,6 +181,7 @@ __all__ = [
     "compute_slot_mapping_start_idx",
     "compute_token_to_req_indices",
     "concat_and_cache_mla",
+    "convert_req_index_to_global_index",
     "copy_blocks",
     "create_fast_prefill_custom_backend",
     "dcp_attention",
@@ -202,6 +205,8 @@ __all__ = [
     "get_per_layer_parameters",
     "get_seq_len_block_table_args",
     "get_tp_heads",
+    "index_scores",
+    "indexer_k_quant_and_cache",
     "infer_global_hyperparameters",
     "init_kv_cache",
     "is_all_cross_attn_metadata_set",
@@ -228,7 +233,9 @@ __all__ = [
     "reshape_kv_caches",
     "reshape_layered_kv_cache",
     "reshape_query_for_spec_decode",
+    "select_keys",
     "slice_query_start_locs",
+    "sparse_attention",
     "split_attn_metadata",
     "split_decodes_and_prefills",
     "split_decodes_prefills_and_extends",

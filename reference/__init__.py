@@ -117,6 +117,8 @@ from .parallel.decode import DecodeContextParallel
 from .parallel.heads import get_dcp_groups, get_tp_heads
 from .parallel.prefill import PrefillContextParallel
 from .parallel.ring import RingContextParallel
+from .sparse.attention import convert_req_index_to_global_index, sparse_attention
+from .sparse.indexer import index_scores, indexer_k_quant_and_cache, select_keys
 from .v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -167,6 +169,7 @@ __all__ = [
     "compute_slot_mapping_start_idx",
     "compute_token_to_req_indices",
     "concat_and_cache_mla",
+    "convert_req_index_to_global_index",
     "copy_blocks",
     "create_fast_prefill_custom_backend",
     "dcp_attention",
@@ -190,6 +193,8 @@ __all__ = [
     "get_per_layer_parameters",
     "get_seq_len_block_table_args",
     "get_tp_heads",
+    "index_scores",
+    "indexer_k_quant_and_cache",
     "infer_global_hyperparameters",
     "init_kv_cache",
     "is_all_cross_attn_metadata_set",
@@ -214,7 +219,9 @@ __all__ = [
     "reshape_kv_caches",
     "reshape_layered_kv_cache",
     "reshape_query_for_spec_decode",
+    "select_keys",
     "slice_query_start_locs",
+    "sparse_attention",
     "split_attn_metadata",
     "split_decodes_and_prefills",
     "split_decodes_prefills_and_extends",

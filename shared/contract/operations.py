@@ -194,6 +194,18 @@ CONCEPTS = (
         ),
     ),
     Concept(
+        "sparse_attention",
+        "sparse.attention",
+        "Sparse attention: each query attends to the cache slots that it names.",
+        ("convert_req_index_to_global_index", "sparse_attention"),
+    ),
+    Concept(
+        "indexer",
+        "sparse.indexer",
+        "Indexer: cheap scores of all keys of a sequence, and the positions of the largest ones.",
+        ("indexer_k_quant_and_cache", "index_scores", "select_keys"),
+    ),
+    Concept(
         "local_attention",
         "batch.local_attention",
         "Chunked local attention: each chunk of a sequence as a request of its own.",

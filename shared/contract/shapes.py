@@ -11,15 +11,17 @@ have one size: `reqs` in `block_table` is `reqs` in `seq_lens`.
 | tokens | new tokens of the step, concatenated over all requests |
 | max_blocks | entries in a row of the block table |
 | num_blocks, block_size | blocks in the cache, slots in a block |
+| selected | keys that a query names in sparse attention |
 | value_head_size | elements of one head's value; may differ from those of its key |
 | key_elements, value_elements | those of a cache: half of the numbers if a byte holds two codes |
+| index_bytes | bytes per token of the indexer's cache: a code per element, and a scale of 4 |
 | latent_width | kv_lora_rank + qk_rope_head_dim, or bytes per record: last axis of a latent cache |
 | ... | one number for all, one per kv head, or one per slot and kv head |
 | *any | axes of any number and size |
 | _ | a buffer that may be longer than its used part; blocks of one of several layers |
 """
 
-from jaxtyping import Bool, Float, Int8, Int32, Int64, Real
+from jaxtyping import Bool, Float, Int8, Int32, Int64, Real, UInt8
 from torch import Tensor
 
 RawCache = Int8[Tensor, "num_bytes"]
@@ -61,6 +63,12 @@ RopeQuery = Float[Tensor, "tokens query_heads qk_rope_head_dim"]
 KeyUpProjection = Float[Tensor, "query_heads qk_nope_head_dim kv_lora_rank"]
 ValueUpProjection = Float[Tensor, "query_heads kv_lora_rank value_head_size"]
 
+IndexKey = Float[Tensor, "tokens index_head_dim"]
+IndexCache = UInt8[Tensor, "num_blocks block_size index_bytes"]
+IndexQuery = Float[Tensor, "tokens index_heads index_head_dim"]
+IndexWeights = Float[Tensor, "tokens index_heads"]
+IndexScores = Float[Tensor, "tokens keys"]
+
 BlockTable = Int32[Tensor, "reqs max_blocks"]
 BlockCounts = Int32[Tensor, "reqs"]
 BlockMapping = Int64[Tensor, "pairs 2"]
@@ -77,6 +85,8 @@ StepPositions = Int64[Tensor, "rows"]
 PrefixRanges = Int32[Tensor, "reqs max_ranges 2"]
 QueryRanges = Int32[Tensor, "rows 2"]
 TokenRanges = Int32[Tensor, "tokens 2"]
+TokenRequests = Int32[Tensor, "tokens"]
+Selected = Int32[Tensor, "tokens selected"]
 SampledTokens = Int32[Tensor, "reqs sampled"]
 ProgramChunks = Int32[Tensor, "programs"]
 StateBlocks = Int32[Tensor, "reqs state_blocks"]

@@ -43,7 +43,7 @@ def check_paged_attention(
     options = options.with_causal(True)
     check_caches(key_cache, value_cache)
     num_blocks, block_size, _, _ = key_cache.shape
-    _check_query(query, key_cache, value_cache, out, lse)
+    check_query(query, key_cache, value_cache, out, lse)
     check_block_table(block_table)
     check_dtype("seq_lens", seq_lens, torch.int32)
     reqs, max_blocks = block_table.shape
@@ -106,7 +106,7 @@ def check_encoder_attention(
             f"key has shape {list(key.shape)} and value {list(value.shape)}: expected"
             " [tokens, kv_heads, head_size], alike but for the head size"
         )
-    _check_query(query, key, value, out, lse)
+    check_query(query, key, value, out, lse)
     check_same_device(
         query=query,
         key=key,
@@ -140,7 +140,7 @@ def check_bound(name: str, bound: int, counts: list[int], words: str) -> None:
             )
 
 
-def _check_query(
+def check_query(
     query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None
 ) -> None:
     """Reject queries and outputs that do not fit the keys [..., kv_heads, head_size]."""

@@ -59,7 +59,7 @@ def check_concat_and_cache_mla(
         )
     if contents:
         num_slots = kv_cache.shape[0] * kv_cache.shape[1]
-        _check_slots(slot_mapping.tolist(), num_slots)
+        check_slots(slot_mapping.tolist(), num_slots)
 
 
 def check_latent_decode_attention(
@@ -178,7 +178,7 @@ def _check_options(options: AttentionOptions) -> None:
     )
 
 
-def _check_slots(slots: list[int], num_slots: int) -> None:
+def check_slots(slots: list[int], num_slots: int) -> None:
     """Reject slots outside the cache, and a slot that is assigned to two tokens."""
     owner: dict[int, int] = {}
     for token, slot in enumerate(slots):

@@ -16,12 +16,7 @@ from .deviations import Condition
 
 FILES = {
     "v033_compressed_slot_mapping": "sparse attention",
-    "v033_compute_global_topk_indices_and_lens": "sparse attention",
-    "v033_convert_req_index_to_global_index": "sparse attention",
-    "v033_indexer_k_quant_and_cache": "sparse attention",
-    "v033_indexer_logits": "sparse attention",
     "v033_indexer_metadata": "sparse attention",
-    "v033_sparse_index_helpers": "sparse attention",
     "v033_sparse_swa_indices": "sparse attention",
     "v033_kv_quant_mode": "names of cache formats",
     "v033_mamba_manager_functions": "recurrent state",
@@ -120,6 +115,34 @@ def metadata_of_another_backend_are_updated(inputs: dict[str, Any]) -> bool:
     """The backend (rings, sparse attention, Octave) or the loop of drafts does not exist here."""
     names = ("capacity", "compress_ratio", "num_actual_tokens", "draft_tokens")
     return any(name in inputs for name in names)
+
+
+# ---- sparse attention
+
+
+@not_tried("v033_convert_req_index_to_global_index")
+def a_block_is_longer_than_its_slots(inputs: dict[str, Any]) -> bool:
+    """Blocks with a stride of their own in numbers of slots do not exist here."""
+    return inputs["block_stride_rows"] is not None
+
+
+@not_tried("v033_convert_req_index_to_global_index")
+def keys_are_in_a_workspace(inputs: dict[str, Any]) -> bool:
+    """A workspace with a copy of a prompt's keys does not exist here."""
+    return inputs["prefill_workspace_request_ids"] is not None
+
+
+@not_tried("v033_convert_req_index_to_global_index")
+def the_row_of_a_request_is_negative(inputs: dict[str, Any]) -> bool:
+    """A request without a row in the block table has no keys here."""
+    rows = inputs["idx_mapping"]
+    return rows is not None and min(rows) < 0
+
+
+@not_tried("v033_sparse_index_helpers")
+def other_helpers_are_called(inputs: dict[str, Any]) -> bool:
+    """Rows without keys get none here, and bounds of requests follow from start locations."""
+    return "physical_indices" in inputs or "req_idx" in inputs
 
 
 # ---- score functions and masks

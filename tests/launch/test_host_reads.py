@@ -12,6 +12,12 @@ import pytest
 import torch
 from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.conformance.cases.latent_batches import LatentPlan, build_latents
+from pagetwin.conformance.laws.indexer import (
+    Indexed,
+    arguments_of_write,
+    build_indexed,
+)
+from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
@@ -212,6 +218,24 @@ def test_latent_attention_reads_nothing_on_the_host(
         optimized.concat_and_cache_mla(
             batch.kv_c, batch.k_pe, batch.kv_cache, slots, scale["k_scale"]
         )
+
+
+def test_sparse_attention_reads_nothing_on_the_host(
+    optimized: Twin, device: torch.device, unchecked_values: None
+) -> None:
+    call = build_sparse(SparsePlan((5, 0, 2), options=("sinks",)), device)
+    table = torch.tensor([[3, 1]], dtype=torch.int32, device=device)
+    owners = torch.zeros(3, dtype=torch.int32, device=device)
+    with NoHostReads():
+        call.run(optimized.sparse_attention)
+        optimized.convert_req_index_to_global_index(
+            owners, table, call.slots, 4, compact_valid_to_front=True
+        )
+        optimized.indexer_k_quant_and_cache(**arguments_of_write(device))
+        scores = optimized.index_scores(
+            **build_indexed(Indexed((2,), (9,)), device).given
+        )
+        optimized.select_keys(scores, 3)
 
 
 @pytest.mark.cuda

@@ -22,6 +22,12 @@ from pagetwin.conformance.cases.choice_calls import build_call
 from pagetwin.conformance.cases.options import Call
 from pagetwin.conformance.checks.dense import same_bits
 from pagetwin.conformance.laws.attention import SMALL, SMALL_RAGGED
+from pagetwin.conformance.laws.indexer import (
+    Indexed,
+    arguments_of_write,
+    build_indexed,
+)
+from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
     AttentionOptions,
@@ -209,6 +215,39 @@ def draw_slots(name: str, device: torch.device) -> list[Arguments]:
     ]
 
 
+def draw_selections(name: str, device: torch.device) -> list[Arguments]:
+    if name == "sparse_attention":
+        plans = SparsePlan((3, 0)), SparsePlan((2, 9), options=("sinks",))
+        calls = [build_sparse(plan, device) for plan in plans]
+        found = [
+            {
+                name: getattr(call, name)
+                for name in ("query", "key_cache", "value_cache", "slots")
+            }
+            | pack_options(**call.options)
+            for call in calls
+        ]
+        return [found[0], buffers_of(found[1])]
+    if name == "index_scores":
+        return [
+            build_indexed(Indexed((2, 1), (5, 1), dtype=dtype), device).given
+            for dtype in (torch.float32, torch.float8_e4m3fn)
+        ]
+    if name == "select_keys":
+        return [{"scores": torch.randn(3, 9, device=device), "topk": 4}]
+    if name == "indexer_k_quant_and_cache":
+        return [arguments_of_write(device) | {"scale_fmt": "ue8m0"}]
+    return [
+        {
+            "req_id": torch.tensor([1, -1], device=device).int(),
+            "block_table": torch.tensor([[7, 2, 5], [1, 0, 0]], device=device).int(),
+            "token_indices": torch.tensor([[3, -1, 9], [0, 1, 2]], device=device).int(),
+            "block_size": 4,
+            "compact_valid_to_front": True,
+        }
+    ]
+
+
 def draw_states(name: str, device: torch.device) -> list[Arguments]:
     outputs = torch.randn(2, 5, 3, 16, device=device)
     lses = torch.randn(2, 5, 3, device=device)
@@ -247,6 +286,11 @@ DRAWN: dict[str, Callable[[str, torch.device], list[Arguments]]] = {
     "copy_blocks": draw_copies,
     "swap_blocks": draw_copies,
     "compute_slot_mapping_device": draw_slots,
+    "convert_req_index_to_global_index": draw_selections,
+    "index_scores": draw_selections,
+    "indexer_k_quant_and_cache": draw_selections,
+    "select_keys": draw_selections,
+    "sparse_attention": draw_selections,
     "merge_attn_states": draw_states,
     "lse_weighted_combine": draw_states,
 }

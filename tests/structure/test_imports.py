@@ -53,7 +53,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"runtime"},
         {"kernels"},
         {"dispatch"},
-        {"attention", "batch", "cache", "v0"},
+        {"attention", "batch", "cache", "sparse", "v0"},
         {"backends", "tuning", "warm_up"},
         {"parallel"},
     ],

@@ -41,6 +41,7 @@ from triton.runtime.jit import JITFunction
 
 from support.compile_latent_records import record_cases
 from support.compile_latents import latent_cases
+from support.compile_sparse import sparse_cases
 
 NAMES = {
     torch.float16: "fp16",
@@ -369,6 +370,7 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
         )
     yield from record_cases(twin)
     yield from latent_cases(twin)
+    yield from sparse_cases(twin)
     yield (
         "prefill, latent, 16 heads",
         lambda: twin.latent_prefill_attention(

@@ -1,0 +1,1 @@
+"""Kernels of the indexer, and the compaction of selections."""

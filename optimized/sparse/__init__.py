@@ -1,0 +1,1 @@
+"""Sparse attention: the selection of keys, and attention over the selected ones."""

@@ -1,0 +1,43 @@
+"""Launches of sparse attention and its indexer, as `compile_kernels.py` compiles them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+NAMES = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def sparse_cases(twin: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield the name of each case, and a function that makes its launches."""
+    pages = torch.zeros(64, 64, 132, dtype=torch.uint8)
+    for scale_fmt in (None, "ue8m0"):
+        yield (
+            f"write, indexer, {scale_fmt}",
+            lambda fmt=scale_fmt: twin.indexer_k_quant_and_cache(
+                torch.zeros(64, 128, dtype=torch.bfloat16), pages, torch.arange(64), fmt
+            ),
+        )
+    for dtype, name in NAMES.items():
+        yield (
+            f"scores, indexer, {name}",
+            lambda d=dtype: twin.index_scores(
+                torch.zeros(8, 64, 128).to(d),
+                torch.zeros(8, 64),
+                pages,
+                torch.zeros(4, 64, dtype=torch.int32),
+                torch.arange(5, dtype=torch.int32) * 2,
+                torch.full((4,), 4096, dtype=torch.int32),
+                4096,
+            ),
+        )
+    kv_cache = torch.zeros(64, 64, 1, 576, dtype=torch.bfloat16)
+    yield (
+        "sparse attention, latents",
+        lambda: twin.sparse_attention(
+            torch.zeros(8, 64, 576, dtype=torch.bfloat16),
+            kv_cache,
+            kv_cache[..., :512],
+            torch.zeros(8, 2048, dtype=torch.int32),
+        ),
+    )
