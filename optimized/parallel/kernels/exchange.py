@@ -100,7 +100,7 @@ def exchange_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = next_call(calls + program)
     in_block = tl.arange(0, BLOCK)
-    # step: store this rank's words in the memory of each other rank
+    # store this rank's words in the memory of each other rank
     for peer in tl.static_range(RANKS):
         if peer != rank:
             entry = find_memory(buffers, peer, call, RANKS * capacity) + rank * capacity
@@ -109,7 +109,7 @@ def exchange_kernel(
                 word = first + in_block
                 value = tl.load(source + word, mask=word < words)
                 send(entry + word, value, call, word < words)
-    # step: copy what arrives
+    # copy what arrives
     own = find_memory(buffers, rank, call, RANKS * capacity)
     for first in range(program * BLOCK, words, programs * BLOCK):
         word = first + in_block
