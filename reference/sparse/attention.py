@@ -181,9 +181,11 @@ def sparse_attention(
         v = load_slots(value_cache, block, offset, compute_dtype, options.v_scale)
         k, v = repeat_heads(k, query_heads), repeat_heads(v, query_heads)
         # step: compute the scaled dot products of the query and the keys
-        q = query[token : token + 1].to(compute_dtype)  # [1, query_heads, head_size]
+        q = query[token, None].to(compute_dtype)  # [1, query_heads, head_size]
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        request = RequestView(token, slice(token, token + 1), named, named, named, None)
+        # the options that are taken read no position, and a slot has none
+        none, rows = named[:0], slice(token, token + 1)
+        request = RequestView(token, rows, named, none, none, tree=None)
         scores = modify_scores(scores, request, options)
         # step: turn scores into weights (softmax)
         weights, row_lse = softmax(scores, options.sinks)

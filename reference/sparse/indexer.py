@@ -216,12 +216,12 @@ def select_keys(scores: IndexScores, topk: int) -> Selected:
                 [ 0, -1, -1]], dtype=torch.int32)
     """
     selected = scores.new_full((scores.shape[0], topk), -1, dtype=torch.int32)
-    for token, row in enumerate(scores.tolist()):
-        # step: leave out what has no score
-        scored = [position for position, score in enumerate(row) if score > -torch.inf]
-        # step: select the largest scores, and of equal ones the lowest positions
-        ranked = sorted(scored, key=lambda position: -row[position])
-        # step: return them in the order of positions
-        for column, position in enumerate(sorted(ranked[:topk])):
-            selected[token, column] = position
+    # step: leave out what has no score
+    scores = scores.masked_fill(~(scores > -torch.inf), -torch.inf)
+    # step: select the largest scores, and of equal ones the lowest positions
+    position = scores.argsort(dim=1, descending=True, stable=True)[:, :topk]
+    # step: return them in the order of positions
+    missing, past = scores.gather(1, position) == -torch.inf, scores.shape[1]
+    position = position.masked_fill(missing, past).sort(dim=1).values
+    selected[:, : position.shape[1]] = position.masked_fill(position == past, -1)
     return selected

@@ -544,6 +544,10 @@ SINGLE: dict[str, tuple[str, Callable[[Any], Any]]] = {
         "DecodeContextParallel",
         wrong_rows,
     ),
+    "a token that selects all keys has the bits of dense attention": (
+        "sparse_attention",
+        wrong_result,
+    ),
     "no slices give no micro batches": ("split_attn_metadata", one_for_none),
     "offsets of new tokens have 64 bits": ("reshape_and_cache", reversed_tokens),
     "a fast prefill layer gets the selected tokens and the whole step": (
