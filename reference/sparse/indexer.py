@@ -171,9 +171,10 @@ def index_scores(
         position = torch.arange(seq_len, device=query.device)
         block = block_table[req, position // block_size].long()
         offset = position % block_size
-        k = decode_e4m3(codes[block, offset], torch.float32)  # [keys, index_head_dim]
+        # in float64, so that the order of a sum does not matter
+        k = decode_e4m3(codes[block, offset], torch.float64)  # [keys, index_head_dim]
         # step: compute each head's dot products, and cut them off below 0
-        products = torch.einsum("qhd,kd->qhk", query[rows].float(), k).relu()
+        products = torch.einsum("qhd,kd->qhk", query[rows].double(), k).relu()
         # step: add them up by weight, and multiply by the scales of the keys
         score = (products * weights[rows, :, None]).sum(1) * scales[block, offset]
         # step: leave out later keys
