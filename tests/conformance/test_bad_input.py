@@ -39,9 +39,11 @@ NEEDED: dict[str, dict[str, str]] = {
 LONG = "a" * 300
 OUTPUTS = {
     "json_file": ".json", "markdown": ".md", "junit": ".xml", "html": ".html",
-    "report": ".html", "plot": ".svg", "trace": ".jsonl",
+    "report": ".html", "plot": ".svg", "trace": ".jsonl", "out": ".json",
 }  # fmt: skip
-INPUTS = {"file": ".pt", "solution": ".json", "fa3": ".so", "flashmla": ".so"}
+INPUTS = {
+    "file": ".pt", "solution": ".json", "fa3": ".so", "flashmla": ".so", "model": ".json"
+}  # fmt: skip
 FOLDERS = ("folder", "corpus")
 ZERO = ("seed", "signatures", "splits")
 """Numbers that may be 0."""

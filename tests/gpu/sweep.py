@@ -26,9 +26,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from pagetwin.optimized.cache import cache_ops
 from pagetwin.optimized.dispatch import dispatch
 from pagetwin.optimized.dispatch.choice import AttentionPlan
+from pagetwin.optimized.kernels import write_launch
 from pagetwin.optimized.kernels.portable.host import launches
 from pagetwin.optimized.kernels.portable.host.plans import PortableAppendPlan
 from pagetwin.optimized.runtime.cost_layer import BatchBounds
@@ -192,7 +192,7 @@ def alternatives(kind: str, device: str) -> list[Ours]:
             for program in PROGRAMS
         ]
     if kind == "write":
-        tokens = (cache_ops, "choose_tokens")
+        tokens = (write_launch, "choose_tokens")
         return [
             Forced(device, f"tokens-{count}", *tokens, lambda _, count=count: count)
             for count in TOKENS

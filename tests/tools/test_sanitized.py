@@ -41,4 +41,4 @@ def test_every_group_of_the_sanitizer_launches_its_kernels() -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert len(done.stdout.splitlines()) == 16
+    assert len(done.stdout.splitlines()) == 17

@@ -75,6 +75,10 @@ def layers_of_model(path: Path) -> tuple[tuple[LayerSizes, ...], str | None]:
     """
     if path.is_dir():
         path = path / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"model = {path}: expected a model's config.json, or its folder"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
