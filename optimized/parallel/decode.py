@@ -292,7 +292,7 @@ class DecodeContextParallel:
         to_combine = (self._splits.order, batch, sinks, out, lse)
         if self._partners is not None:
             assert isinstance(self.ranks, SymmetricRanks)
-            combine = partial(combine_received, sent, *to_combine, self._partners[0])
+            combine = partial(combine_received, sent, *to_combine, self._partners)
             return self.ranks.run_combination(combine, sent, waits)
         received = self._received[:elements].view(shape)
         received = self.ranks.all_to_all(sent, received, waits)

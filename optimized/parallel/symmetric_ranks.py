@@ -91,16 +91,13 @@ class SymmetricRanks(RankGroup):
         """How often missing words are read. A multiple of 16: kernels are compiled for that."""
         return min(int(self.timeout * TRIES_PER_SECOND), 2**31 - 16) // 16 * 16
 
-    def find_partners(self, elements: int) -> tuple[Partners, Partners] | None:
+    def find_partners(self, elements: int) -> Partners | None:
         """Return what a combination needs to exchange partial results, or None of a single rank.
 
         All ranks call this together.
 
         Args:
             elements: Of a rank's partial results for all ranks, at most.
-
-        Returns:
-            The partners, and those of a launch that exchanges nothing, for a warm-up.
 
         Raises:
             RankError: The elements are not the same on all ranks, or a rank does not answer.
@@ -110,20 +107,11 @@ class SymmetricRanks(RankGroup):
         words = -(-elements // self.world_size)
         addresses = self._allocate(words, partial_results=elements)
 
-        def partners(addresses: Tensor, late: Tensor, tries: int) -> Partners:
-            calls, arrived = torch.zeros(2, 4, dtype=torch.int32, device=self.device)
-            words_of_half = self.world_size * words
-            return Partners(
-                addresses, calls, arrived, late, self.rank, tries, words_of_half
-            )
-
-        scratch = torch.zeros(
-            2 * self.world_size * words, dtype=torch.int64, device=self.device
+        calls, arrived = torch.zeros(2, 4, dtype=torch.int32, device=self.device)
+        half = self.world_size * words
+        return Partners(
+            addresses, calls, arrived, self._late, self.rank, self._tries, half
         )
-        self._memory.append(scratch)
-        own = torch.full_like(addresses, scratch.data_ptr())
-        late = torch.zeros_like(self._late)
-        return partners(addresses, self._late, self._tries), partners(own, late, 0)
 
     def run_combination(
         self, combine: Callable[[], Tensor], tensor: Tensor, waits: bool

@@ -17,6 +17,7 @@ from ..warm_up.warm_up import WarmedKernel, launch_within
 from ..warm_up.warm_up_spec import WarmUpSpec, check_spec
 from .combine import ROW_PADDING, combine_received
 from .decode import DecodeContextParallel
+from .kernels.combine_ranks import Partners
 from .rank_batch import make_rank_batch
 
 
@@ -127,7 +128,26 @@ def _combine_padding(
     dtype = (spec.out_dtype or spec.query_dtype) if lse else spec.query_dtype
     out = torch.empty(tokens, heads, size, dtype=dtype, device=step.device)
     lses = torch.empty(heads, step.max_num_tokens, device=step.device)[:, :tokens]
+    partners = None
+    if step._partners is not None:
+        partners, _memory = _without_others(step._partners, received.numel())
     combine_received(
         received, step._splits.order, batch, None if lse else sinks, out,
-        lses if lse else None, None if step._partners is None else step._partners[1],
+        lses if lse else None, partners,
     )  # fmt: skip
+
+
+def _without_others(partners: Partners, elements: int) -> tuple[Partners, Tensor]:
+    """Return partners of one launch that exchanges nothing and ends at once, and their memory.
+
+    The call is an even one, so it uses the first half, of so many words.
+    """
+    memory = torch.zeros(elements, dtype=torch.int64, device=partners.calls.device)
+    alone = partners._replace(
+        buffers=torch.full_like(partners.buffers, memory.data_ptr()),
+        calls=torch.ones_like(partners.calls),
+        arrived=torch.zeros_like(partners.arrived),
+        late=torch.zeros_like(partners.late),
+        tries=0,
+    )
+    return alone, memory

@@ -18,6 +18,7 @@ from pagetwin.optimized import SymmetricRanks
 from pagetwin.optimized.parallel.combine import ROW_PADDING, combine_received
 from pagetwin.optimized.parallel.kernels.combine_ranks import Partners
 from pagetwin.optimized.parallel.kernels.exchange import exchange_kernel
+from pagetwin.optimized.parallel.warm_up_ranks import _without_others
 from pagetwin.optimized.runtime.launcher import INTERPRETED
 from torch import Tensor
 
@@ -196,3 +197,15 @@ def test_a_single_rank_needs_no_symmetric_memory() -> None:
 def test_a_capacity_that_is_not_a_multiple_of_16_bytes_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"capacity = 100: expected a positive"):
         SymmetricRanks(capacity=100, device="cpu")
+
+
+@needs_interpreter
+def test_a_warm_up_exchanges_nothing_and_does_not_wait() -> None:
+    """It writes to memory of its own alone, and the group has no late rank."""
+    rows = rows_of(1, 2, 0)
+    buffers = [shared_zeros(rows.numel()) for _ in range(2)]
+    partners = partners_of(1, buffers)
+    alone, memory = _without_others(partners, rows.numel())
+    combine(rows, 1, alone)
+    assert memory.any() and not any(buffer.any() for buffer in buffers)
+    assert not partners.late.any() and not partners.calls.any()

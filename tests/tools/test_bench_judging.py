@@ -146,12 +146,16 @@ def test_a_write_of_codes_is_judged_by_every_byte_of_codes_and_scales(
     assert found.message == f"value at slot {slot} is wrong"
     # a code next to the nearest has an error, a slot without a token has none
     assert 0 < found.error < 0.05
+    # a key that is off does not hide what is wrong with values
+    inputs.key_cache.view(torch.uint8)[place][0, 0] ^= 1
+    assert 0 < check_write(inputs).error < 0.05
     nobodys = next(
         at for at in range(codes[..., 0, 0].numel()) if at not in inputs.slot_mapping
     )
     codes[divmod(nobodys, workload.block_size)][0, 0] ^= 1
     assert check_write(inputs).error == 0
     codes[divmod(nobodys, workload.block_size)][0, 0] ^= 1
+    inputs.key_cache.view(torch.uint8)[place][0, 0] ^= 1
     row = inputs.v_scale[place][0]
     row.copy_(row.float() * 2)
     found = check_write(inputs)

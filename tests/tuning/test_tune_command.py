@@ -151,7 +151,7 @@ WRONG: dict[str, tuple[tuple[object, ...], str]] = {
     "no minutes": (("--minutes", 0), "minutes = 0: expected more than 0"),
     "a folder as file": (("--out", "."), "is a folder: expected a file"),
     "a file of another kind": (("--out", "a.html"), "expected a file that ends in .json"),
-    "a model that is missing": (("--model", "none.json"), "none.json: expected a model's config.json"),
+    "a model that is missing": (("--model", "none.json"), "none.json: expected a model's"),
     "show and more": (("--show", "--minutes", 2), "expected it without --minutes"),
     "little memory": (
         ("--dry-run", "--heads", "32/8", "--head-size", 128, "--memory-gb", 0.001),

@@ -1,5 +1,6 @@
 """Compaction of rows on the device, with shapes that do not depend on their contents."""
 
+import torch
 from torch import Tensor
 
 
@@ -9,9 +10,11 @@ def move_to_front(rows: Tensor) -> Tensor:
     Args:
         rows: [tokens, entries].
     """
-    is_entry = rows >= 0
-    target = is_entry.cumsum(1) - 1
-    # the last column takes what is left out
-    moved = rows.new_full((rows.shape[0], rows.shape[1] + 1), -1)
-    moved.scatter_(1, target.where(is_entry, rows.shape[1]), rows)
-    return moved[:, :-1].contiguous()
+    columns = rows.shape[1]
+    counted = (rows >= 0).cumsum(1)
+    # where the first, the second ... entry is. A scatter has no order of its own, and torch rejects
+    # it on a GPU if algorithms have to be deterministic
+    wanted = torch.arange(1, columns + 1, device=rows.device).repeat(len(rows), 1)
+    place = torch.searchsorted(counted, wanted)
+    moved = rows.gather(1, place.clamp(max=max(columns - 1, 0)))
+    return moved.where(place < columns, -1)

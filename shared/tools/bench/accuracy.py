@@ -190,6 +190,7 @@ def check_write(inputs: Inputs) -> Finding:
     given = zip(
         ("key", "value"), (inputs.key, inputs.value), caches, scales, strict=True
     )
+    message, errors = "", list[float]()
     for name, new, cache, scale in given:
         right = [(new.to(cache.dtype), cache)]
         if scale is not None:
@@ -201,6 +202,7 @@ def check_write(inputs: Inputs) -> Finding:
             measured = form.empty_scales(made)
             encode(form, new[:, None], made, measured)
             right = [(made[:, 0], cache), (measured[:, 0], scale)]
+        is_off = False
         for stored, found in right:
             expected = torch.empty(found.shape, dtype=found.dtype, device=found.device)
             fill_with_nan(expected)
@@ -210,10 +212,12 @@ def check_write(inputs: Inputs) -> Finding:
             wrong = wrong.flatten(2).any(2).flatten()  # [slots]
             if not wrong.any():
                 continue
-            message = f"{name} at slot {int(wrong.nonzero()[0])} is wrong"
+            message = message or f"{name} at slot {int(wrong.nonzero()[0])} is wrong"
+            is_off = True
             wrong[inputs.slot_mapping] = False
             if scale is None or bool(wrong.any()):
                 return Finding(False, message)
+        if is_off and scale is not None:
             at = inputs.slot_mapping
             codes, of_codes = (
                 as_bytes(part.contiguous()).flatten(0, 1)[at].view(part.dtype)
@@ -221,6 +225,7 @@ def check_write(inputs: Inputs) -> Finding:
             )
             meant = decode(right[0][0][:, None], right[1][0][:, None], torch.float32)
             is_meant = decode(codes[:, None], of_codes[:, None], torch.float32)
-            error = float((is_meant - meant).norm() / meant.norm())
-            return Finding(False, message, error=error)
-    return Finding(True)
+            errors.append(float((is_meant - meant).norm() / meant.norm()))
+    return Finding(
+        not message, message, error=float(torch.tensor([0.0, *errors]).max())
+    )
