@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from pagetwin.optimized.kernels.sm90.code_prefill import family
 from pagetwin.optimized.kernels.sm90.code_prefill.kernel import BLOCK
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.reference import gather_cache
+from support.compiler_process import json_lines
 from support.hopper_codes import to_family
 from support.sm90_calls import build, launched, needs_hopper, planned, to_call
 from support.twins import Twin
@@ -26,6 +28,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 FORMS = [form for form in FORMATS.values() if form.has_token_scales]
 INT4 = FORMATS["int4_per_token_head"]
 ORDERS = (APART, *PAGES)
+SCRIPT = Path(__file__).parents[1] / "support/compile_conversions.py"
 BATCHES = {
     "ragged": BatchPlan((17, 9, 0, 40), (300, 9, 40, 128), head_size=64, padding=2),
     "head size 80": BatchPlan((30,), (133,), head_size=80, group=2),
@@ -52,7 +55,7 @@ def make_call(
 
 def is_exact(form: CacheFormat, dtype: torch.dtype, head_size: int) -> bool:
     """Return whether converted keys are exact in front of their scales."""
-    return not form.is_rotated or head_size <= (128 if dtype == FP16 else 64)
+    return not form.is_rotated or head_size <= 128
 
 
 def numbers_of(call: AttentionCall, req: int) -> tuple[Tensor, Tensor]:
@@ -189,9 +192,20 @@ def test_bfloat16_queries_are_fitted_for_int4_alone() -> None:
             assert made.exact.config.FITS_QUERIES is is_fitted
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_the_conversion_compiles_for_every_head_size(form: CacheFormat) -> None:
+    """Prefills from int4 with head size 16 failed on a GPU: products add up 16 numbers at least."""
+    sizes = (8, 16, 24, 80, 128, 256)
+    lines = json_lines(SCRIPT, form.name, *sizes)
+    assert [line["head_size"] for line in lines] == list(sizes)
+    for line in lines:
+        assert line["spills"] == 0, line
+
+
 @pytest.mark.usefixtures("without_native_fp8")
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_keys_are_rounded_for_small_scores_alone(
     head_size: int, form: CacheFormat, device: torch.device
 ) -> None:
@@ -253,10 +267,12 @@ def test_prefills_are_converted_and_right(
 @pytest.mark.parametrize("size", [2.0**-60, 1e-3, 1.0, 1e3, 2.0**60])
 def test_bfloat16_queries_of_any_size_are_fitted(size: float) -> None:
     """Each row has a size of its own. The scale keeps scores as they are."""
-    plan = replace(BATCHES["head size 128"], dtype=BF16, seed=8, scale=128**-0.5 / size)
+    plan = replace(BATCHES["head size 128"], dtype=BF16, seed=8)
     call, _ = make_call(plan, INT4, APART, torch.device("cuda"), True)
     call.query[:] = torch.randn_like(call.query.float()) * size
     call.query[::2] *= 0.015625
+    # after the needles: their keys are as large as the scale is small
+    call.arguments["scale"] = 128**-0.5 / size
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))
 
@@ -304,12 +320,12 @@ def test_prefills_from_int4_with_options_are_right(
 
 @needs_hopper
 @pytest.mark.parametrize("group", [1, 4, 3])
-@pytest.mark.parametrize("head_size", [64, 80, 96, 112, 128])
+@pytest.mark.parametrize(
+    "head_size", [8, 16, 24, 40, 64, 72, 80, 96, 104, 112, 120, 128]
+)
 def test_fitted_queries_of_every_head_size_are_within_their_error_budget(
-    head_size: int, group: int, monkeypatch: pytest.MonkeyPatch
+    head_size: int, group: int
 ) -> None:
-    """Also of those that are not in FITTED_HEAD_SIZES yet."""
-    monkeypatch.setattr(family, "FITTED_HEAD_SIZES", (head_size,))
     plan = BatchPlan(
         (70, 9, 0, 200), (170, 9, 40, 300), head_size=head_size, group=group, dtype=BF16,
         padding=2, seed=5,

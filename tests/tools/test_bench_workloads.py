@@ -1,5 +1,7 @@
 """Workloads of the benchmark: lengths, bytes, operations, floors and published figures."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,12 @@ def test_bytes_and_operations_are_those_counted_by_hand() -> None:
     assert prefill.bytes == (3 + 2) * 2 * 16 * 2 + 4 * 4 * 16 * 2
     cross = Workload("", "cross", "", (2,), (5,), 1, 1, 8, causal=False)
     assert cross.flops == 4 * 8 * 2 * 5
+    sides = Workload(
+        "", "encoder", "", (5,), (5,), 1, 1, 8, causal=False, sliding_window=2
+    )
+    assert sides.flops == 4 * 8 * (2 + 3 + 3 + 3 + 2)
+    wide = replace(sides, sliding_window=4)
+    assert wide.flops == 4 * 8 * (4 + 5 + 5 + 5 + 4)
     write = Workload("", "write", "", (3,), (3,), 1, 2, 8)
     assert (write.bytes, write.flops) == (3 * 2 * 16 * (2 + 2), 0)
     eight_bits = Workload(

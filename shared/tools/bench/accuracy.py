@@ -136,14 +136,17 @@ def _attend_alone(inputs: Inputs, token: int) -> tuple[Tensor, Tensor, Tensor]:
     one = torch.tensor([0, 1], dtype=torch.int32, device=device)
     reference = load_implementation("reference")
     if workload.kind == "encoder":
-        rows = slice(int(starts[req]), int(starts[req]) + kv_len)
-        key, value = inputs.key[rows], inputs.value[rows]
-        ends = torch.tensor([0, kv_len], dtype=torch.int32, device=device)
+        begin, reach = int(starts[req]), workload.sliding_window or kv_len
+        first = max(begin, token - reach + 1)
+        last = min(begin + kv_len, token + reach)
+        key, value = inputs.key[first:last], inputs.value[first:last]
+        keys = last - first
+        ends = torch.tensor([0, keys], dtype=torch.int32, device=device)
 
         def attend(values: Tensor, dtype: torch.dtype) -> Tensor:
             out = torch.empty_like(query, dtype=dtype)
             result: Tensor = reference.encoder_attention(
-                query, key, values, one, ends, 1, kv_len, out=out, compute_dtype=dtype
+                query, key, values, one, ends, 1, keys, out=out, compute_dtype=dtype
             )
             return result
 

@@ -38,8 +38,8 @@ class Workload:
         block_size: Slots per block.
         dtype, kv_dtype: Dtype of queries and outputs, and of the cache.
         causal: Whether a query attends only to keys up to its own position.
-        sliding_window: Optional. Keys that a query attends to, its own position included. If
-            None, the window is unlimited.
+        sliding_window: Optional. Keys that a query attends to on each side, its own position
+            included. If None, the window is unlimited.
         value_head_size: Optional. Elements of a value. If None, `head_size`.
         logits_soft_cap: Optional. Cap of the scores. If None, they are not capped.
         sinks, alibi: Whether each query head has a sink, or a slope for the distance.
@@ -107,6 +107,7 @@ class Workload:
         """What a library must support beyond a mask, a window and FP8 numbers, in words."""
         found = {
             "a soft cap": self.logits_soft_cap is not None,
+            "a window to both sides": self.has_window_of_both_sides,
             "sinks": self.sinks,
             "ALiBi": self.alibi,
             "batch invariance": self.batch_invariant,
@@ -119,6 +120,11 @@ class Workload:
             and self.value_size != self.head_size,
         }
         return {name for name, is_needed in found.items() if is_needed}
+
+    @property
+    def has_window_of_both_sides(self) -> bool:
+        """Whether a query attends to a window of earlier and of later keys."""
+        return self.sliding_window is not None and not self.causal
 
     @property
     def tokens(self) -> int:
@@ -187,10 +193,15 @@ class Workload:
             return 0
         pairs = 0
         for new, kv in zip(self.query_lens, self.kv_lens, strict=True):
+            window = self.sliding_window or kv
+            if self.has_window_of_both_sides:
+                # of an encoder, less what is before the first key and after the last one
+                reach = min(kv, window)
+                pairs += kv * (2 * reach - 1) - reach * (reach - 1)
+                continue
             if not self.causal:
                 pairs += new * kv
                 continue
-            window = self.sliding_window or kv
             # the first queries see all keys up to their own position, the others a window
             first = kv - new + 1
             last = max(first - 1, min(kv, window))

@@ -3,12 +3,12 @@
 import hashlib
 import json
 from functools import cache, reduce
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .....contract.tested_versions import installed
 from ....runtime.chip import describe_chip
 from ..host.decode_tiles import estimate_shared_memory
 from ..host.tuning import Tiles
@@ -36,7 +36,7 @@ def describe_measured(device: torch.device) -> dict[str, Any]:
     """Return the chip and the versions that the times of a file depend on, as JSON."""
     return {
         "chip": describe_chip(device)._asdict(),
-        "versions": {"pagetwin": version("pagetwin"), "triton": version("triton")},
+        "versions": {name: installed(name) for name in ("pagetwin", "triton")},
         "kernels": hash_kernels(),
     }
 

@@ -52,9 +52,9 @@ ROUNDED_SCALE = 2.0
 If queries and keys have a variance of 1, it is the standard deviation of the scores. Outputs took
 up to 0.4 of their error budget with one of 1, 0.5 with one of 3, 0.9 with one of 11, and 1.7 with
 one of 25."""
-FITTED_HEAD_SIZES = (64,)
-"""Head sizes of the bfloat16 queries that are fitted to float16. With an earlier kernel others were
-not right on an H200 (80 and 96) or not tried (128). None of them is tried with this one."""
+MAX_FITTED_HEAD_SIZE = 128
+"""The largest head size of bfloat16 queries that are fitted to float16. Columns beyond would be in
+tiles of their own, which are not fitted."""
 
 
 def supports(call: AttentionCall) -> bool:
@@ -270,10 +270,12 @@ def _are_keys_exact(call: AttentionCall) -> bool:
     Bfloat16 has those up to 256. Its queries are fitted to float16 (`Sm90Config.FITS_QUERIES`).
     """
     head_size = call.query.shape[-1]
-    if call.query.dtype != torch.float16:
-        is_square = head_size == head_size_of(call.value)
-        return is_square and head_size in FITTED_HEAD_SIZES
-    return 15 * count_channels.fn(head_size) <= 2048
+    if 15 * count_channels.fn(head_size) > 2048:
+        return False
+    is_square = head_size == head_size_of(call.value)
+    return call.query.dtype == torch.float16 or (
+        is_square and head_size <= MAX_FITTED_HEAD_SIZE
+    )
 
 
 def _fits_queries(call: AttentionCall) -> bool:

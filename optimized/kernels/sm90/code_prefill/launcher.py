@@ -22,6 +22,9 @@ WARPS, ROTATION_WARPS = 4, 8
 ROTATION_REGISTERS, ROTATION_HEAD = 128, 128
 """Registers of a thread that rotates rows back, at most, up to this head size. Then two programs
 share an SM."""
+LEAST_COLUMNS = 32
+"""Columns of a tile of rotated rows, at least. Triton's products add up 16 numbers at least, and a
+byte has two columns."""
 ALIGNMENT = 32
 """Float32 numbers, 128 bytes, at a multiple of which each part of the workspace begins."""
 
@@ -36,12 +39,13 @@ def make_launcher(call: AttentionCall, form: str, alignment: int) -> Launcher:
     assert block_table is not None
     heads, head_size = key.shape[2], head_size_of(key)
     value_size = head_size_of(value)
+    least = LEAST_COLUMNS if FORMATS[form].is_rotated else 1
     config = Config(
         GROUP_SIZE=query.shape[1] // heads,
         HEAD_DIM=head_size,
-        BLOCK_D=next_power_of_2(head_size),
+        BLOCK_D=max(least, next_power_of_2(head_size)),
         V_HEAD_DIM=value_size,
-        BLOCK_DV=next_power_of_2(value_size),
+        BLOCK_DV=max(least, next_power_of_2(value_size)),
         ROPE_DIM=0,
         BLOCK_ROPE=0,
         BLOCK_SIZE=key.shape[1],

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....contract.operations import load_implementation
 from ..inputs import Inputs
+from ..workloads import Workload
 from .library import (
     AttentionLibrary,
     Declined,
@@ -49,6 +50,7 @@ SUPPORTED = frozenset(
         "a latent cache",
         "a shared prefix",
         "values smaller than keys",
+        "a window to both sides",
     }
 )
 
@@ -191,7 +193,7 @@ class FlashAttention3(AttentionLibrary):
     def _batch(inputs: Inputs) -> dict[str, Any]:
         """Return the batch as arguments of the operators, by name."""
         workload = inputs.workload
-        window = workload.sliding_window
+        left, right = _window(workload)
         batch: dict[str, Any] = {
             "cu_seqlens_q": inputs.query_start_loc,
             "max_seqlen_q": inputs.max_query_len,
@@ -200,8 +202,8 @@ class FlashAttention3(AttentionLibrary):
             "softcap": workload.logits_soft_cap or 0.0,
             "has_softcap": workload.logits_soft_cap is not None,
             "is_causal": workload.causal,
-            "window_size_left": -1 if window is None else window - 1,
-            "window_size_right": -1 if window is None else 0,
+            "window_size_left": left,
+            "window_size_right": right,
         }
         if inputs.sinks is not None:
             batch["s_aux"] = inputs.sinks.to(torch.bfloat16)
@@ -244,13 +246,12 @@ class FlashAttention3(AttentionLibrary):
         workload = inputs.workload
         if workload.is_quantised:
             raise Declined("it supports an FP8 cache only with FP8 queries")
-        decline_features(workload, {"a soft cap"})
-        window = workload.sliding_window
+        decline_features(workload, {"a soft cap", "a window to both sides"})
         lens: dict[str, Any] = {
             "cu_seqlens_q": inputs.query_start_loc,
             "max_seqlen_q": inputs.max_query_len,
             "causal": workload.causal,
-            "window_size": (-1, -1) if window is None else (window - 1, 0),
+            "window_size": _window(workload),
             "softcap": workload.logits_soft_cap or 0.0,
         }
         if workload.kind == "encoder":
@@ -274,6 +275,14 @@ class FlashAttention3(AttentionLibrary):
             ),
             note="no plan prepared in advance",
         )
+
+
+def _window(workload: Workload) -> tuple[int, int]:
+    """Return the keys before and after a query's position that it attends to; -1: all."""
+    if workload.sliding_window is None:
+        return -1, -1
+    reach = workload.sliding_window - 1
+    return reach, 0 if workload.causal else reach
 
 
 def _first(result: Any) -> Any:

@@ -54,7 +54,7 @@ class Ours(AttentionLibrary):
         out = inputs.fresh()
         lens: tuple[int, ...] = (inputs.max_query_len, inputs.max_seq_len)
         if workload.kind == "encoder":
-            starts = inputs.query_start_loc
+            starts, of_encoder = inputs.query_start_loc, inputs.options()
             return Prepared(
                 lambda: twin.encoder_attention(
                     inputs.query,
@@ -64,6 +64,7 @@ class Ours(AttentionLibrary):
                     starts,
                     *lens,
                     out=out,
+                    options=of_encoder,
                 )
             )
         options = replace(
