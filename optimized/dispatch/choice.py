@@ -111,14 +111,19 @@ def make_attention_plan(call: AttentionCall) -> AttentionPlan:
         of_all = plan_role(call, Role.EVERY)
         decodes = plan_role(call, Role.DECODE)
         prefills = plan_role(call, Role.PREFILL)
+    if not decodes:
+        # one launch computes a batch, the rows of no request too; the portable kernel clears them
+        prefills = (
+            *(plan for plan in prefills[:-1] if plan.clears_padding),
+            prefills[-1],
+        )
     are_preferred = [plan.estimate(layer, ONE_TOKEN) is ALWAYS for plan in of_all]
     starts, lengths = call.query_start_loc, call.lengths
     return AttentionPlan(
         preferred=tuple(compress(of_all, are_preferred)),
         every=tuple(compress(of_all, map(not_, are_preferred))),
         decodes=decodes,
-        # without a decode launch the portable prefill also clears the rows of no request
-        prefills=prefills if decodes else prefills[-1:],
+        prefills=prefills,
         layer=layer,
         short_rows=decodes[-1].short_rows if decodes else 0,
         is_packed=starts.stride(0) == 1 and lengths.stride(0) == 1,

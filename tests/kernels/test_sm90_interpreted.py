@@ -12,10 +12,13 @@ import pytest
 import torch
 from kernel_faults import Fault, changed_kernels
 from pagetwin.conformance.cases.batches import BatchPlan, build
+from pagetwin.conformance.cases.options import paged_call
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.contract.operations import load_implementation
 from pagetwin.gluon_interpreter import InterpreterError
 from pagetwin.gluon_interpreter.shared_memory import Buffer, SharedView, tile_order
 from pagetwin.gluon_interpreter.values import Memory, Pointer, Value, lift
+from pagetwin.optimized.dispatch.choice import AttentionPlan
 from pagetwin.optimized.kernels.portable.host.plans import PortableDecodePlan
 from pagetwin.optimized.kernels.sm90.common.config import SWIZZLED, SWIZZLED_32_BIT
 from support.hopper import CASES, check, pretend_hopper
@@ -322,3 +325,20 @@ def test_an_access_outside_of_a_tensor_is_reported() -> None:
     with pytest.raises(InterpreterError, match="spans 10"):
         memory.check((pointer + 1).data, torch.tensor([True, True]), "a load")
     memory.check((pointer + 1).data, torch.tensor([True, False]), "a load")
+
+
+def test_many_heads_that_no_decode_tile_takes_run_on_the_prefill_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a decode launch it clears the rows of no request, too. It was left to another."""
+    plan = BatchPlan(
+        (20, 1, 0, 3), (90, 50, 40, 3), head_size=64, group=71, kv_heads=1,
+        dtype=torch.float16, padding=3,
+    )  # fmt: skip
+    call = paged_call(plan, torch.device("cpu"), [(0, 89), (1, 49)])
+    with pretend_hopper(monkeypatch) as launches:
+        # in place of an append, whatever the estimates say
+        monkeypatch.setattr(AttentionPlan, "choose", lambda *_: None)
+        out, lse = call.run(load_implementation("optimized"))
+    assert launches.made == ["prefill_kernel"]
+    call.assert_right(out, lse, load_implementation("reference"))
