@@ -320,3 +320,15 @@ def test_the_claim_may_be_an_argument_or_another_callable() -> None:
     twin = Candidate("twin", {"paged_attention": attend}, Support())
     assert twin.why_unclaimed(BATCH_INVARIANT) is None
     assert RIGHT.why_unclaimed("rejects shapes") is None
+
+
+def test_wrong_inputs_are_rejected_where_contents_are_not_validated_by_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU. Four laws of contents did not enable their validation, and broke there."""
+    monkeypatch.setenv("PAGETWIN_CHECK_VALUES", "0")
+    setting = make_setting(load_candidate("optimized"), "cpu")
+    laws = [about for about in ALL_LAWS if (about.claim or "").startswith("rejects")]
+    results = [try_law(about, setting, 0, 2, listed=2) for about in laws]
+    assert len(results) > 50
+    assert [found.law for found in results if found.status is not Status.HELD] == []

@@ -16,7 +16,7 @@ from ..candidates.fitting import fit_case
 from ..candidates.setting import Setting
 from ..cases.batches import NAN, BatchPlan
 from ..cases.options import Call, bias_table, paged_call, quantised_call, ragged_call
-from ..checks.canaries import checked_values, copy_of, expect_memory
+from ..checks.canaries import copy_of, expect_memory
 from ..checks.expect import Disagreement, expect_rejection
 from .law import law
 
@@ -388,9 +388,8 @@ def invalid_scales_of_a_cache_are_rejected(setting: Setting, what: str) -> None:
 def invalid_contents_are_rejected_if_they_are_checked(
     setting: Setting, what: str
 ) -> None:
-    with checked_values():
-        change = (CONTENTS | PAGED_CONTENTS)[what]
-        expect_rejected(setting, what, base_call(setting), change)
+    change = (CONTENTS | PAGED_CONTENTS)[what]
+    expect_rejected(setting, what, base_call(setting), change)
 
 
 RAGGED: dict[str, Change] = {
@@ -430,7 +429,6 @@ def ragged_attention_rejects_invalid_arguments(setting: Setting, what: str) -> N
 def invalid_starts_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
-    with checked_values():
-        call = ragged_call(base_call(setting))
-        change = (CONTENTS | RAGGED_CONTENTS)[what]
-        expect_rejected(setting, what, call, change)
+    call = ragged_call(base_call(setting))
+    change = (CONTENTS | RAGGED_CONTENTS)[what]
+    expect_rejected(setting, what, call, change)

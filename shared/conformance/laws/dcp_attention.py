@@ -32,7 +32,7 @@ from ..cases.batches import (
 )
 from ..cases.options import Call, paged_call, quantised_call, slopes
 from ..cases.reuse import compiled
-from ..checks.canaries import checked_values, kept
+from ..checks.canaries import kept
 from ..checks.expect import Disagreement, budgets, expect_budget, expect_rejection
 from ..oracles.brute_force import (
     Answer,
@@ -352,5 +352,4 @@ def invalid_arguments_of_a_rank_are_rejected(setting: Setting, what: str) -> Non
 def invalid_batches_of_a_rank_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
-    with checked_values():
-        expect_rejected(setting, what, CONTENTS[what])
+    expect_rejected(setting, what, CONTENTS[what])

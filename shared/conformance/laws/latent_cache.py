@@ -26,7 +26,7 @@ from ..cases.latent_batches import (
     empty_latent_cache,
 )
 from ..cases.reuse import compiled
-from ..checks.canaries import checked_values, copy_of, expect_memory, kept, packed
+from ..checks.canaries import copy_of, expect_memory, kept, packed
 from ..checks.expect import expect_rejection, expect_same
 from ..oracles.brute_force import quantise_by_hand
 from .invariance import FAR
@@ -343,8 +343,7 @@ def invalid_batches_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, case: tuple[str, str]
 ) -> None:
     way, what = case
-    with checked_values():
-        expect_rejected(setting, way, what, (CONTENTS | PREFILL_CONTENTS)[what])
+    expect_rejected(setting, way, what, (CONTENTS | PREFILL_CONTENTS)[what])
 
 
 UNWRITABLE: dict[str, dict[str, Any]] = {
@@ -397,5 +396,4 @@ def latents_that_do_not_fit_the_cache_are_rejected(setting: Setting, what: str) 
 def invalid_slots_of_latents_are_rejected_if_contents_are_checked(
     setting: Setting, what: str
 ) -> None:
-    with checked_values():
-        expect_unwritten(setting, what, UNWRITABLE_CONTENTS[what])
+    expect_unwritten(setting, what, UNWRITABLE_CONTENTS[what])

@@ -7,12 +7,14 @@ Disagreement if the candidate's result differs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 from hypothesis.strategies import SearchStrategy
 
 from ..candidates.candidate import CLAIMS
 from ..candidates.setting import Setting
+from ..checks.canaries import checked_values
 
 Cases = SearchStrategy[Any] | Sequence[Any]
 """The cases of a law: a strategy from which they are drawn, or a list."""
@@ -56,7 +58,8 @@ def law(
         needs: Operations that the candidate must have.
         cases: The cases on which the law is tried. `repr` of a case must be a Python expression
             that creates an equal case.
-        claim: Optional. A claim that the candidate must make. If None, no claim is needed.
+        claim: Optional. A claim that the candidate must make. If None, no claim is needed. A law of
+            "rejects contents" is tried with PAGETWIN_CHECK_VALUES=1.
         edges: Cases that are always tried, before all others. So a fault at an edge that few of
             the drawn cases have is found with any seed.
     """
@@ -68,7 +71,19 @@ def law(
         sentence = body.__name__.replace("_", " ")
         if any(known.name == sentence for known in LAWS):
             raise ValueError(f"law {sentence!r}: expected one of that name")
-        LAWS.append(Law(sentence, area, needs, cases, body, claim, tuple(edges)))
+        tried = _with_checked_values(body) if claim == "rejects contents" else body
+        LAWS.append(Law(sentence, area, needs, cases, tried, claim, tuple(edges)))
         return body
 
     return register
+
+
+def _with_checked_values(body: Body) -> Callable[[Setting, Any], None]:
+    """Return the function of a law with the validation of contents enabled, also on a GPU."""
+
+    @wraps(body)
+    def tried(setting: Setting, case: Any) -> None:
+        with checked_values():
+            body(setting, case)
+
+    return tried
