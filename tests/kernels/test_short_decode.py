@@ -3,6 +3,7 @@
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pagetwin.conformance.cases.batches import BatchPlan, build
@@ -12,7 +13,10 @@ from pagetwin.optimized.kernels.portable.host.plans import (
     DecodeGrid,
     PortableDecodePlan,
 )
-from pagetwin.optimized.kernels.portable.host.tuning import split_short_decodes
+from pagetwin.optimized.kernels.portable.host.short_splits import (
+    count_time,
+    split_short_decodes,
+)
 from support.planted_keys import plant
 from support.thresholds import OF_A_CHIP, set_thresholds
 from support.twins import TWINS
@@ -20,20 +24,27 @@ from support.twins import TWINS
 # keys of a KV tile, multiprocessors, programs at once
 CHIP = (64, 132, 132)
 TWO_PER_SM = (128, 132, 264)
+# numbers of a partial result: 4 rows of 128
+SMALL = 512
 
 
 def test_few_decodes_have_no_more_programs_than_the_chip_has_multiprocessors() -> None:
     for pairs, num_tiles in product(range(1, 140), range(180)):
         # one request has the most tiles per program
-        splits = split_short_decodes(1, pairs, num_tiles, *CHIP, OF_A_CHIP)
-        assert splits * pairs <= 132
-        assert splits <= max(1, num_tiles)
+        splits = split_short_decodes(1, pairs, num_tiles, *CHIP, OF_A_CHIP, SMALL)
+        tiles = max(1, num_tiles)
+        assert splits * pairs <= 132 and splits <= tiles
+        if pairs <= 66:
+            # with more tiles per multiprocessor than that, stream-K
+            assert (splits > 0) is (-(-tiles // (132 // pairs)) <= 40)
         if splits:
-            split_tiles = -(-max(1, num_tiles) // splits)
-            assert split_tiles <= 40
-            # no split is empty, and no number of splits has fewer tiles each
-            assert split_tiles * (splits - 1) < max(1, num_tiles)
-            assert split_tiles == max(1, -(-num_tiles // (132 // pairs)))
+            # no split is empty, and no number of splits takes less time
+            assert -(-tiles // splits) * (splits - 1) < tiles
+            times = [
+                count_time(tiles, count, SMALL)
+                for count in range(1, min(tiles, 132 // pairs) + 1)
+            ]
+            assert count_time(tiles, splits, SMALL) <= min(times) + 1e-9
 
 
 def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partition() -> (
@@ -51,19 +62,20 @@ def test_decodes_over_more_keys_than_were_measured_stay_in_the_stream_k_partitio
         (133, 1): -1,
     }
     for (reqs, heads), num_tiles in most.items():
-        assert split_short_decodes(reqs, heads, num_tiles + 1, *CHIP, OF_A_CHIP) == 0
+        more = split_short_decodes(reqs, heads, num_tiles + 1, *CHIP, OF_A_CHIP, SMALL)
+        assert more == 0
         if num_tiles > 0:
-            found = split_short_decodes(reqs, heads, num_tiles, *CHIP, OF_A_CHIP)
+            found = split_short_decodes(reqs, heads, num_tiles, *CHIP, OF_A_CHIP, SMALL)
             assert found == 132 // (reqs * heads)
 
 
 def test_each_pair_of_many_short_decodes_has_a_program_if_all_run_at_once() -> None:
-    assert split_short_decodes(33, 8, 4, *TWO_PER_SM, OF_A_CHIP) == 1
+    assert split_short_decodes(33, 8, 4, *TWO_PER_SM, OF_A_CHIP, SMALL) == 1
     # one pair more, and keys that stream-K divides
-    assert split_short_decodes(265, 1, 4, *TWO_PER_SM, OF_A_CHIP) == 0
-    assert split_short_decodes(33, 8, 5, *TWO_PER_SM, OF_A_CHIP) == 0
+    assert split_short_decodes(265, 1, 4, *TWO_PER_SM, OF_A_CHIP, SMALL) == 0
+    assert split_short_decodes(33, 8, 5, *TWO_PER_SM, OF_A_CHIP, SMALL) == 0
     # one program per multiprocessor
-    assert split_short_decodes(17, 8, 3, 128, 132, 132, OF_A_CHIP) == 0
+    assert split_short_decodes(17, 8, 3, 128, 132, 132, OF_A_CHIP, SMALL) == 0
 
 
 # requests, KV heads, KV tiles, their keys, programs at once; microseconds in the stream-K
@@ -110,11 +122,47 @@ def test_the_chosen_decode_kernel_takes_at_most_3_percent_more_than_the_other_on
     few: dict[int, float],
 ) -> None:
     reqs, heads, num_tiles, block_n, resident = batch
+    # 8 rows of 128 with 2 and 4 KV heads, and 4 or fewer of 128, 8 of 64, or 2 of 256 with 8
+    numbers = SMALL if heads == 8 else 2 * SMALL
     splits = split_short_decodes(
-        reqs, heads, num_tiles, block_n, 132, resident, OF_A_CHIP
+        reqs, heads, num_tiles, block_n, 132, resident, OF_A_CHIP, numbers
     )
     times = {0: stream_k} | few
     assert times[splits] <= 1.03 * min(times.values())
+
+
+# requests, KV heads, query heads of one, keys; microseconds by splits (an H200, 2026-11-30)
+FEW_KV_HEADS: list[tuple[tuple[int, int, int, int], dict[int, float]]] = [
+    ((1, 1, 16, 4096), {4: 18.5, 8: 14.4, 11: 14.3, 16: 14.1, 32: 17.0}),
+    ((1, 1, 16, 16384), {8: 30.0, 12: 24.5, 16: 21.9, 22: 21.4, 32: 21.5, 64: 27.3}),
+    ((1, 1, 16, 131072), {32: 58.0, 47: 50.0, 64: 48.3, 128: 59.9}),
+    ((2, 1, 16, 8192), {8: 20.0, 11: 18.8, 16: 17.7, 22: 18.2, 32: 19.6, 64: 27.2}),
+    ((4, 1, 16, 4096), {4: 19.0, 8: 15.5, 11: 15.4, 16: 15.9, 32: 19.2}),
+    ((8, 1, 16, 4096), {4: 20.0, 8: 16.6, 11: 16.7, 16: 17.9}),
+    ((1, 1, 48, 4096), {4: 23.8, 8: 20.2, 11: 20.9, 16: 21.7, 32: 29.2}),
+    ((1, 1, 48, 16384), {8: 38.4, 12: 34.1, 16: 31.2, 22: 32.0, 32: 34.7, 64: 48.6}),
+    ((1, 1, 48, 131072), {24: 89.5, 32: 77.3, 47: 70.8, 64: 71.6, 128: 99.4}),
+    ((2, 1, 48, 8192), {4: 36.5, 8: 27.0, 11: 25.6, 16: 25.8, 22: 27.2, 32: 31.6}),
+    ((8, 1, 48, 4096), {4: 25.4, 8: 22.3, 11: 23.0, 16: 25.1}),
+    ((2, 2, 32, 8192), {4: 36.1, 8: 25.6, 11: 24.1, 16: 23.0, 22: 24.5, 32: 28.4}),
+    ((1, 2, 32, 16384), {8: 37.9, 12: 31.8, 16: 28.6, 22: 28.3, 32: 29.0, 64: 40.5}),
+]
+
+
+@pytest.mark.parametrize(("batch", "times"), FEW_KV_HEADS)
+def test_few_kv_heads_have_as_many_splits_as_are_worth_their_combination(
+    batch: tuple[int, int, int, int], times: dict[int, float]
+) -> None:
+    """With a program per multiprocessor, 48 heads took up to 2.6 times as long."""
+    reqs, kv_heads, group, keys = batch
+    numbers = 1 << (group - 1).bit_length() << 7
+    splits = split_short_decodes(
+        reqs, kv_heads, keys // 128, 128, 132, 132, OF_A_CHIP, numbers
+    )
+    assert min(times) <= splits <= max(times)
+    assert np.interp(splits, list(times), list(times.values())) <= 1.05 * min(
+        times.values()
+    )
 
 
 @pytest.fixture

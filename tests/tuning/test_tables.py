@@ -289,8 +289,8 @@ def test_a_plan_has_all_that_its_tables_say_after_others_are_loaded() -> None:
     assert (block_n, segments) == (16, 4 * 3 // 2)
     # one request has two programs per KV head, with twice as many tiles at most
     tile = decode.launches.small_batch_tiles.block_n
-    assert decode.launches.short_splits(1, 2 * 2 * 5 * tile) == 2
-    assert decode.launches.short_splits(1, 2 * 2 * 5 * tile + 1) == 0
+    assert decode.launches.short_splits(1, 4, 2 * 2 * 5 * tile) == (2, 1)
+    assert decode.launches.short_splits(1, 4, 2 * 2 * 5 * tile + 1) == (0, 1)
     layer_of_call, bounds = describe_layer(call), BatchBounds(3, 24, 8, 400)
     default = Rates()
     for plan in (append, prefill, prefix):

@@ -184,7 +184,9 @@ class ShortDecode(NamedTuple):
 
     Args:
         COMBINE_ROWS, COMBINE_SPLITS: rows and partial results that are combined at once.
+        PARTS: parts of the query heads that share a kv head, each with programs of its own.
     """
 
     COMBINE_ROWS: int
     COMBINE_SPLITS: int
+    PARTS: int = 1

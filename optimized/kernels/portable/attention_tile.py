@@ -68,15 +68,16 @@ def load_query_tile(
 
 @triton.jit
 def make_query_tile(
-    call, kv, seq_len, req, start, query_len, first_row, kv_head, config: tl.constexpr
+    call, kv, seq_len, req, start, query_len, first_row, part, config: tl.constexpr
 ):
     """Return a query tile that attends to `seq_len` keys.
 
     Args:
-        As in `load_query_tile`, and kv: KVSource of the keys.
+        As in `load_query_tile`, and kv: KVSource of the keys; part: part of the query heads, of
+            GROUP_SIZE. It is the kv head, unless several parts share one.
     """
-    rows = find_rows(start, query_len, first_row, kv_head, config)
-    q, q_low, q_rope, qk_scale = load_q(call, rows, kv_head, config)
+    rows = find_rows(start, query_len, first_row, part, config)
+    q, q_low, q_rope, qk_scale = load_q(call, rows, kv.kv_head, config)
     visible = find_visible_keys(call, req, rows, seq_len, config)
     terms = load_score_terms(call, rows)
     return QueryTile(rows, q, q_low, q_rope, qk_scale, visible, terms, kv)

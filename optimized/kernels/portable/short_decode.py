@@ -44,7 +44,7 @@ def keys_in_split(visible, split, num_programs, config: tl.constexpr):
 
 @triton.jit
 def store_split(
-    call, req, split, num_splits, start, query_len, result, lse, is_row, kv_head,
+    call, req, split, num_splits, start, query_len, result, lse, is_row, part,
     config: tl.constexpr, plan: tl.constexpr,
 ):  # fmt: skip
     """Store the partial result of a split. The last program to arrive combines all of them.
@@ -53,19 +53,20 @@ def store_split(
         req, split, num_splits: the request, this program's split, and how many there are.
         start, query_len: first token of the request in the batch, and how many it has.
         result, lse, is_row: [BLOCK_M, BLOCK_DV], [BLOCK_M], [BLOCK_M].
+        part: part of the query heads, of GROUP_SIZE.
     """
-    num_kv_heads = tl.num_programs(0)
+    num_parts = tl.num_programs(0)
     # the splits of a request are numbered as segments, of which the first one begins in itself
     first = req * tl.num_programs(1)
     offset = segment_offset(
-        first + split, (split == 0).to(tl.int32), kv_head, num_kv_heads, call.partial_rows
+        first + split, (split == 0).to(tl.int32), part, num_parts, call.partial_rows
     )  # fmt: skip
     store_partial(call, offset, result, lse, is_row, config)
-    semaphore = call.tensors.semaphores + req * num_kv_heads + kv_head
+    semaphore = call.tensors.semaphores + req * num_parts + part
     if arrive(semaphore, num_splits):
         tl.store(semaphore, 0)  # for the next launch
         combine_segments(
-            call, start, query_len, first, first + num_splits - 1, kv_head, num_kv_heads,
+            call, start, query_len, first, first + num_splits - 1, part, num_parts,
             config, plan.COMBINE_ROWS, plan.COMBINE_SPLITS,
         )  # fmt: skip
 
@@ -92,12 +93,16 @@ def short_decode_kernel(
     config: tl.constexpr,
     plan: tl.constexpr,
 ):
-    """Attend with all requests of at most `decode_rows` rows. Grid: (kv_heads, splits, reqs).
+    """Attend with all requests of at most `decode_rows` rows. Grid: (parts, splits, reqs).
+
+    A part is GROUP_SIZE query heads. Those of a kv head are one part, or PARTS: then each of them
+    reads the keys, mostly from the L2 cache, and has a smaller result to combine.
 
     Args:
         As in `decode_kernel`, and plan: ShortDecode. The rows of no request are always cleared.
     """
-    kv_head = tl.program_id(0)
+    part = tl.program_id(0)
+    kv_head = part // plan.PARTS
     split = tl.program_id(1)
     req = tl.program_id(2)
     num_programs = tl.num_programs(1)
@@ -112,7 +117,7 @@ def short_decode_kernel(
     num_rows = query_len * config.GROUP_SIZE
     if (num_rows <= decode_rows) & (num_rows > 0):
         tile = make_query_tile(
-            call, kv, seq_len, req, start, query_len, 0, kv_head, config
+            call, kv, seq_len, req, start, query_len, 0, part, config
         )
         begin, end, num_splits = keys_in_split(
             tile.visible, split, num_programs, config
@@ -127,9 +132,9 @@ def short_decode_kernel(
             else:
                 store_split(
                     call, req, split, num_splits, start, query_len,
-                    result, lse, tile.rows.is_row, kv_head, config, plan,
+                    result, lse, tile.rows.is_row, part, config, plan,
                 )  # fmt: skip
     clear_tokens(
         call, first_padding + req * num_programs + split, num_tokens,
-        num_programs * tl.num_programs(2), kv_head, config, 16,
+        num_programs * tl.num_programs(2), part, config, 16,
     )  # fmt: skip

@@ -5,6 +5,7 @@ batch too, such as the number of requests. Its launcher is made when a batch fir
 """
 
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ....runtime.launcher import INTERPRETED, Launcher, next_power_of_2
@@ -14,7 +15,14 @@ from ..decode import decode_kernel
 from ..short_decode import short_decode_kernel
 from ..tables.kernel_tables import DEFAULT, KernelTables, TileKey
 from .make_launcher import lower_call, make_launcher
-from .tuning import PROGRAMS, Tiles, split_short_decodes
+from .short_splits import (
+    TILE_ROWS,
+    ShortSplits,
+    count_parts,
+    count_time,
+    split_short_decodes,
+)
+from .tuning import PROGRAMS, Tiles
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)
 """Requests whose tiles a decode program counts at once: for a small batch, the lanes of a warp."""
@@ -93,7 +101,7 @@ class Launches:
     decodes: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
-    short_decodes: dict[int, Launcher] = field(default_factory=dict)
+    short_decodes: dict[tuple[int, int], Launcher] = field(default_factory=dict)
     appends: dict[tuple[Any, ...], tuple[Launcher, int, int]] = field(
         default_factory=dict
     )
@@ -179,38 +187,55 @@ class Launches:
             self.decodes[key] = known
         return known
 
-    def is_short(self, num_reqs: int, max_key_len: int) -> bool:
-        """Return whether a batch is one of few decodes, see `split_short_decodes`."""
-        return self.short_splits(num_reqs, max_key_len) > 0
-
-    def short_splits(self, num_reqs: int, max_key_len: int) -> int:
-        """Return the programs per request and kv head of the kernel for few decodes; 0 for others.
+    def short_splits(
+        self, num_reqs: int, partial_rows: int, max_key_len: int
+    ) -> ShortSplits:
+        """Return how the kernel for few decodes divides a batch.
 
         Args:
             num_reqs, max_key_len: bounds of the batch.
+            partial_rows: rows of a request, at most.
         """
         tiles = self.small_batch_tiles
         block_n = tiles.block_n
         num_tiles = -(-self.bound_keys(max_key_len, block_n) // block_n)
         # two programs share an SM if they have the tiles of large batches
         of_processor = tiles.programs or (PROGRAMS if tiles == self.decode_tiles else 1)
-        return split_short_decodes(
-            num_reqs, self.kv_heads, num_tiles, block_n, self.processors,
-            self.processors * of_processor, self.tables.thresholds,
-        )  # fmt: skip
+        found: list[tuple[float, ShortSplits]] = []
+        for parts in sorted({1, count_parts(self.group_size)}):
+            numbers = self.count_numbers(partial_rows // parts)
+            splits = split_short_decodes(
+                num_reqs, self.kv_heads * parts, num_tiles, block_n, self.processors,
+                self.processors * of_processor, self.tables.thresholds, numbers,
+            )  # fmt: skip
+            if not splits:
+                break
+            time = count_time(max(num_tiles, 1), splits, numbers)
+            found.append((time, ShortSplits(splits, parts)))
+        return min(found, default=(0.0, ShortSplits(0, 1)), key=itemgetter(0))[1]
 
-    def short_decode(self, partial_rows: int) -> Launcher:
+    def count_numbers(self, rows: int) -> int:
+        """Return the numbers of a partial result of some rows, as they are combined."""
+        return next_power_of_2(max(rows, 1)) * self.config.BLOCK_DV
+
+    def short_decode(self, partial_rows: int, parts: int = 1) -> Launcher:
         """Return the launch of the kernel for few decodes.
 
         Args:
-            partial_rows: rows of a request, at most.
+            partial_rows: rows of a request and a part, at most.
+            parts: parts of the query heads that share a kv head.
         """
         combine_rows = next_power_of_2(max(partial_rows, 1))
-        launcher = self.short_decodes.get(combine_rows)
+        launcher = self.short_decodes.get((combine_rows, parts))
         if launcher is None:
-            tiles, numbers = self.small_batch_tiles, combine_rows * self.config.BLOCK_DV
+            tiles, group_size = self.small_batch_tiles, self.group_size // parts
+            # of whole tokens
+            rows = self.short_rows // self.group_size * group_size
             config = self.config._replace(
-                BLOCK_M=self.short_rows,
+                GROUP_SIZE=group_size,
+                BLOCK_M=self.short_rows
+                if parts == 1
+                else max(TILE_ROWS, next_power_of_2(rows)),
                 BLOCK_N=tiles.block_n,
                 PIN_FP8_V=True,
                 CLEAR_PADDING=True,
@@ -218,12 +243,14 @@ class Launches:
             )
             plan = ShortDecode(
                 COMBINE_ROWS=combine_rows,
-                COMBINE_SPLITS=_splits_at_once(numbers),
+                COMBINE_SPLITS=_splits_at_once(self.count_numbers(partial_rows)),
+                PARTS=parts,
             )
+            fixed = self.fixed | {"decode_rows": self.short_rows // parts}
             launcher = make_launcher(
-                short_decode_kernel, self.fixed, tiles, config=config, plan=plan
+                short_decode_kernel, fixed, tiles, config=config, plan=plan
             )
-            self.short_decodes[combine_rows] = launcher
+            self.short_decodes[combine_rows, parts] = launcher
         return launcher
 
     def append(

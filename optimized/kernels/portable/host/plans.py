@@ -13,6 +13,7 @@ from .cost import estimate_append, estimate_decode, estimate_prefill_of_rows
 from .launches import BRIEF, REQS_PER_PASS, DecodeKernel
 from .make_launches import MAX_WORKSPACE, SPLIT_SIZE
 from .plan import PortablePlan
+from .short_splits import count_parts
 
 MAX_CHOSEN = 256
 """Launches that a plan keeps: one per combination of a batch's bounds."""
@@ -76,13 +77,13 @@ class PortableDecodePlan(PortablePlan):
         launches = self.launches
         kv_heads = launches.kv_heads
         rows = min(launches.short_rows, max_query_len * launches.group_size)
-        splits = 0
         if self.kernel is None:
-            splits = launches.short_splits(num_reqs, max_key_len)
-        if splits:
-            launcher = launches.short_decode(rows)
-            grid = (kv_heads, splits, num_reqs)
-            return DecodeGrid(launcher, grid, num_reqs * kv_heads, rows)
+            splits, parts = launches.short_splits(num_reqs, rows, max_key_len)
+            if splits:
+                launcher = launches.short_decode(rows // parts, parts)
+                grid = (kv_heads * parts, splits, num_reqs)
+                counters = num_reqs * kv_heads * parts
+                return DecodeGrid(launcher, grid, counters, rows // parts)
         launcher, block_n, most = launches.decode(
             num_reqs, rows, max_query_len, max_key_len, self.kernel
         )
@@ -101,7 +102,12 @@ class PortableDecodePlan(PortablePlan):
         most = min(limits.max_query_len, self.short_rows // launches.group_size)
         # a decode launch serves the short requests of a longer batch too
         query_lens = sorted({*range(1, most + 1), limits.max_query_len})
-        for (num_reqs, keys), query_len in product([*batches, few], query_lens):
+        batches.append(few)
+        if count_parts(launches.group_size) > 1:
+            # whether few decodes have parts of their query heads depends on their keys
+            lens = [2**i for i in range(limits.max_key_len.bit_length())]
+            batches += product(counts, lens)
+        for (num_reqs, keys), query_len in product(batches, query_lens):
             launcher = self.choose(num_reqs, query_len, keys).launcher
             yield Warm(launcher.name, num_reqs, query_len, keys, kernel=id(launcher))
 
