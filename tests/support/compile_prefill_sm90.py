@@ -42,6 +42,7 @@ from pagetwin.optimized.kernels.sm90.invariant.kernel import (
 )
 from pagetwin.optimized.kernels.sm90.prefill import family
 from pagetwin.optimized.kernels.sm90.prefill.kernel import prefill_kernel
+from pagetwin.optimized.kernels.sm90.prefill.plan import NARROW, WIDE
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -77,6 +78,7 @@ class Case(NamedTuple):
         max_query_len: bound of the longest request.
         has_factors: whether each key has a factor.
         fits_queries: whether keys are float16, and queries are fitted to it.
+        is_narrow: whether query tiles have one warpgroup.
     """
 
     dtype: torch.dtype
@@ -93,6 +95,7 @@ class Case(NamedTuple):
     max_query_len: int = 156
     has_factors: bool = False
     fits_queries: bool = False
+    is_narrow: bool = False
 
     def __str__(self) -> str:
         words = [
@@ -109,6 +112,7 @@ class Case(NamedTuple):
         words += ["few rows"] if self.max_query_len < 156 else []
         words += ["factors"] if self.has_factors else []
         words += ["fitted queries"] if self.fits_queries else []
+        words += ["one warpgroup"] if self.is_narrow else []
         return ", ".join(words)
 
 
@@ -227,6 +231,13 @@ CASES = [
     Case(BF16, 128, 8, True, False, is_append=True),
     Case(BF16, 64, 16, True, True, group=71),
     Case(BF16, 128, 16, True, False, {"sliding_window": 1024, "sinks": True}, group=96),
+    *(
+        Case(BF16, key_size, 16, True, False, value_size=value_size, group=group, is_narrow=True)
+        for key_size, value_size, group in (
+            (128, 128, 4), (64, 64, 8), (256, 256, 2), (192, 128, 1), (160, 160, 4), (96, 96, 3),
+        )
+    ),
+    Case(FP16, 128, 0, False, True, {"sliding_window": 65}, group=1, is_narrow=True),
 ]  # fmt: skip
 EVERY_DAY = 15
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -285,7 +296,8 @@ def record(case: Case) -> dict[str, Any]:
         plan = family.plan(call)
         if case.fits_queries:
             plan = plan.fitted()
-        plan.launch_prefill(call, 16, (None, None), factors)
+        division = NARROW if case.is_narrow else WIDE
+        plan.launch_prefill(call, 16, (None, None), factors, division)
     return launches[0]
 
 

@@ -96,7 +96,7 @@ def plan(call: AttentionCall, may_cut_tokens: bool = True) -> PrefillPlan:
     )
     if _has_step_of_heads(call, config) and config.ROWS_PER_TOKEN == 1:
         made.packed = plan_packed(made)
-    return made
+    return made.with_narrow()
 
 
 def _as_rows(tensor: Tensor) -> Plane:

@@ -1,0 +1,152 @@
+"""Hopper's prefills with query tiles of one warpgroup: which batches have them, and their rows."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from pagetwin.conformance.cases.batches import BatchPlan
+from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.prefill import family
+from pagetwin.optimized.kernels.sm90.prefill import plan as prefill_plan
+from pagetwin.optimized.kernels.sm90.prefill.plan import NARROW, WIDE, PrefillPlan
+from pagetwin.optimized.runtime.attention_call import AttentionCall
+from pagetwin.optimized.runtime.family import BatchLimits
+from support.hopper import CASES, check, pretend_hopper
+from support.sm90_calls import (
+    assert_right,
+    build,
+    make_options,
+    needs_hopper,
+    own_counters,
+)
+from support.twins import Twin
+from test_prefill_sm90 import BATCHES, BF16, OPTIONS
+
+__all__ = ["own_counters"]
+
+SHORT = (180, 215, 112, 262, 305, 139, 106, 94, 70, 265, 341, 208)
+MEASURED: list[tuple[int, tuple[int, int], Sequence[int], float]] = [
+    # query heads, sizes of keys and values, prompts; time with one warpgroup divided by that with
+    # two (an H200, bfloat16, as many KV heads, 2026-11-30)
+    (16, (128, 128), SHORT, 0.90), (16, (128, 128), (333,), 0.74),
+    (16, (128, 128), (300,) * 4, 0.73), (16, (128, 128), (2048,), 0.94),
+    (16, (192, 128), SHORT, 0.88), (16, (192, 128), (333,), 0.74),
+    (16, (192, 128), (2048,), 0.95), (32, (192, 128), SHORT, 0.99),
+    (32, (192, 128), (333,), 0.85), (32, (192, 128), (300,) * 4, 0.88),
+    (32, (192, 128), (2048,), 1.17), (128, (192, 128), SHORT, 1.08),
+    (128, (192, 128), (333,), 0.96), (128, (192, 128), (2048,), 1.74),
+]  # fmt: skip
+
+
+def make_call(
+    lens: Sequence[int], heads: tuple[int, int], sizes: tuple[int, int], **options: Any
+) -> AttentionCall:
+    """Return a call of prompts without contents: lengths, query and KV heads, head sizes."""
+    tokens, longest = sum(lens), max(lens)
+    blocks = -(-longest // 16)
+    with torch.device("meta"):
+        query = torch.empty(tokens, heads[0], sizes[0], dtype=BF16)
+        cache = torch.empty(len(lens) * blocks, 16, heads[1], max(sizes), dtype=BF16)
+        return AttentionCall(
+            query, cache[..., : sizes[0]], cache[..., : sizes[1]],
+            torch.empty(len(lens), blocks, dtype=torch.int32),
+            torch.empty(len(lens) + 1, dtype=torch.int32),
+            torch.empty(len(lens), dtype=torch.int32), longest, longest, 0.1,
+            torch.empty(tokens, heads[0], sizes[1], dtype=BF16), None,
+            AttentionOptions(causal=True, **options),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def by_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the width follow from the bounds of a batch, on a chip of 132 multiprocessors."""
+    monkeypatch.undo()
+    monkeypatch.setattr(prefill_plan, "count_processors", lambda _: 132)
+
+
+@pytest.mark.usefixtures("by_bounds")
+@pytest.mark.parametrize(("heads", "sizes", "lens", "ratio"), MEASURED)
+def test_the_chosen_width_takes_at_most_5_percent_more_than_the_other_one(
+    heads: int, sizes: tuple[int, int], lens: Sequence[int], ratio: float
+) -> None:
+    call = make_call(lens, (heads, heads), sizes)
+    is_narrow = family.plan(call).prefers_narrow(call)
+    assert (ratio if is_narrow else 1 / ratio) <= 1.05
+
+
+@pytest.mark.usefixtures("by_bounds")
+def test_a_window_bounds_the_keys_that_decide_the_width() -> None:
+    heads, sizes, lens = (8, 8), (128, 128), (8192,)
+    for options, is_narrow in (({}, False), ({"sliding_window": 100}, True)):
+        call = make_call(lens, heads, sizes, **options)
+        assert family.plan(call).prefers_narrow(call) is is_narrow
+
+
+def test_every_plan_has_one_of_each_width_and_a_warm_up_launches_both() -> None:
+    """Of query tiles of one head, too, and of queries that are fitted to float16."""
+    made = family.plan(make_call((40,), (10, 2), (128, 128)))
+    for plan in (made, made.packed, made.fitted(), made.fitted().packed):
+        assert plan is not None and plan.narrow is not None
+        assert plan.narrow.config == plan.config._replace(CONSUMERS=1)
+        assert plan.narrow.tile_rows == 64 and plan.narrow.narrow is None
+        assert type(plan.narrow) is type(plan)
+    bounds = list(made.bounds(BatchLimits(4, 512, 4096, 16)))
+    lens = {warm.max_query_len for warm in bounds}
+    assert {(warm.max_query_len, warm.task.division) for warm in bounds} == {
+        (length, division) for length in lens for division in (NARROW, WIDE)
+    }
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels")
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("prefill")])
+def test_every_row_of_narrow_tiles_is_right_in_the_interpreter(
+    name: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths = set()
+    count = PrefillPlan.count_items
+
+    def note(plan: PrefillPlan, call: AttentionCall, tile_rows: int) -> int:
+        widths.add(plan.config.CONSUMERS)
+        return count(plan, call, tile_rows)
+
+    monkeypatch.setattr(PrefillPlan, "count_items", note)
+    with pretend_hopper(monkeypatch):
+        check(CASES[name], reference)
+    assert widths == {1}
+
+
+SIZES = [64, 72, 96, 128, 160, 192, 256]
+"""Head sizes. Those of 192 have values of 128."""
+
+
+@needs_hopper
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("head_size", SIZES)
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_row_of_narrow_tiles_is_within_its_error_budget(
+    name: str, head_size: int, reference: Twin
+) -> None:
+    plan = replace(BATCHES[name], head_size=head_size, dtype=BF16)
+    assert_right(build(plan, "cuda"), reference)
+
+
+@needs_hopper
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("head_size", [64, 128, 192, 256])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("group", [1, 7, 8])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_narrow_tiles_with_options_are_within_their_error_budget(
+    name: str, group: int, causal: bool, head_size: int, reference: Twin
+) -> None:
+    plan = BatchPlan(
+        (1, 200, 0, 77, 129, 300), (50, 200, 40, 300, 129, 700), group=group,
+        head_size=head_size, dtype=BF16, needle="tile edge",
+    )  # fmt: skip
+    batch = build(plan, "cuda")
+    options = replace(make_options(batch, OPTIONS[name]), causal=causal)
+    assert_right(batch, reference, options=options)
