@@ -1,8 +1,9 @@
 """Kernel family of prefills from caches that are converted first, on Hopper chips.
 
-These are caches of codes, and caches of 16 bits whose blocks TMA does not load: of 1, 4 or 12
-tokens, or with other strides. A launch converts the keys and values of the long requests to the
-dtype of the queries, in blocks of 128 in a workspace, and then launches the prefill kernel on them.
+These are caches of codes, and caches of 16 bits whose blocks TMA does not load, or in small boxes:
+of 1, 4, 12, 8 or 24 tokens, or with other strides. A launch converts the keys and values of the
+long requests to the dtype of the queries, in blocks of 128 in a workspace, and then launches the
+prefill kernel on them.
 On an H200 (torch 2.11, triton 3.6, e4m3, 32 query heads, 8 kv heads of 128, medians of 9) a prompt
 of 16,384 tokens takes 2,902 us, from a bfloat16 cache 2,990, and with the portable kernel 6,365.
 2,048 tokens on 32,768 keys take 1,460, 1,467 and 3,270. The outputs are those of the bfloat16
@@ -12,7 +13,7 @@ cache, bit for bit.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from .....contract.cache_formats import find_format, head_size_of
 from ....runtime.attention_call import AttentionCall
 from ....runtime.cost_constants import DECODE_BYTES_PER_US, LAUNCH_US
-from ....runtime.cost_layer import BatchBounds, Layer
+from ....runtime.cost_layer import BatchBounds, Layer, describe_layer
 from ....runtime.family import (
     BatchLimits,
     Estimate,
@@ -33,6 +34,7 @@ from ....runtime.launcher import Launcher
 from ...fp8 import scale_arguments
 from ...portable.formats.int4_per_token_head import count_channels
 from ..common.chip import is_hopper
+from ..common.config import SWIZZLE_ROWS, WARPGROUP_M
 from ..common.entry import launch_by_pointers
 from ..common.planes import find_planes, unsupported
 from ..prefill import family as sm90
@@ -55,6 +57,36 @@ one of 25."""
 MAX_FITTED_HEAD_SIZE = 128
 """The largest head size of bfloat16 queries that are fitted to float16. Columns beyond would be in
 tiles of their own, which are not fitted."""
+
+
+SMALL_BOX_SHARE, OTHER_BOX_SHARE = 0.10, 0.28
+"""How much longer a prefill takes that loads keys in boxes of 8 rows, as a share: with blocks of 8,
+and of other multiples of 8, whose numbers take divisions.
+
+With 32 query heads, 8 kv heads of 128 (H200, bfloat16, cold L2, medians of 9), in us by tokens of a
+block, and copied to blocks of 128:
+
+| new tokens on keys | 64  | 16  | 8   | copied | 24  | copied | 48  | copied |
+|--------------------|----:|----:|----:|-------:|----:|-------:|----:|-------:|
+| 4 x 2,048          | 237 | 248 | 273 | 255    | 316 | 255    | 259 | 257    |
+| 2,048 on 16,384    | 740 | 753 | 802 | 779    | 963 | 779    | 784 | 772    |
+| 32 x 64 on 2,048   | 136 | 139 | 149 | 179    | 165 | 190    | 143 | 173    |
+
+Blocks of 40 take as long as those of 24, and those of 32 and 96 as those of 64."""
+
+
+class SmallBoxes(NamedTuple):
+    """The way of a call without a copy.
+
+    Args:
+        plan: the plan of the prefill kernel for the cache as it is.
+        layer: what the estimates need to know.
+        share: how much longer it takes than with blocks of 128, as a share.
+    """
+
+    plan: PrefillPlan
+    layer: Layer
+    share: float
 
 
 def supports(call: AttentionCall) -> bool:
@@ -81,7 +113,7 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
     code_bytes = call.key.dtype.itemsize / form.codes_per_element
     return CodePrefillPlan(
         prefill, exact, rounded, upcast, form.has_token_scales, code_bytes, alignment,
-        not form.is_quantised,
+        not form.is_quantised, _find_small_boxes(call),
     )  # fmt: skip
 
 
@@ -100,6 +132,7 @@ class CodePrefillPlan:
         code_bytes: bytes of a code, or of a number in 16 bits.
         is_plain: whether the cache has numbers in 16 bits, and no scales.
         alignment: bytes at a multiple of which the caches must begin.
+        boxes: Optional. The way without a copy. If None, there is none.
     """
 
     prefill: PrefillPlan
@@ -110,6 +143,7 @@ class CodePrefillPlan:
     code_bytes: float
     alignment: int
     is_plain: bool
+    boxes: SmallBoxes | None = None
     is_repeatable: ClassVar[bool] = True
 
     @property
@@ -137,6 +171,8 @@ class CodePrefillPlan:
         """Return whether the kernels take what a signature leaves out: addresses and sizes."""
         if _count_bytes(call) > MAX_BYTES:
             return False
+        if self.boxes is not None and not self._is_faster(call, self.boxes):
+            return False
         addresses = call.key.data_ptr() | call.value.data_ptr()
         if addresses % self.alignment:
             return False
@@ -146,6 +182,15 @@ class CodePrefillPlan:
         plan = self._choose(call)[0]
         # the cache of codes has more rows than the converted one, or MAX_BYTES bounds them
         return plan is not None and plan.takes(call)
+
+    def _is_faster(self, call: AttentionCall, boxes: SmallBoxes) -> bool:
+        """Return whether the copy takes less time than small boxes take longer."""
+        batch = BatchBounds(
+            call.query_start_loc.shape[0] - 1, call.query.shape[0],
+            call.max_query_len, call.max_key_len,
+        )  # fmt: skip
+        of_boxes = boxes.plan.estimate(boxes.layer, batch).time * (1 + boxes.share)
+        return self.estimate(boxes.layer, batch).time < of_boxes
 
     def _choose(self, call: AttentionCall) -> tuple[PrefillPlan | None, bool]:
         """Return a plan, and whether keys are rounded. For scores that may be large: exact."""
@@ -244,7 +289,9 @@ def _takes_signature(call: AttentionCall) -> bool:
     if form.is_quantised:
         if not form.scales_whole_rows:
             return False
-    elif key.dtype != call.query.dtype or find_planes(call) is not None:
+    elif key.dtype != call.query.dtype:
+        return False
+    elif find_planes(call) is not None and not _has_small_boxes(call):
         # the prefill kernel takes the cache as it is
         return False
     if form.is_rotated and not (_are_keys_exact(call) or _may_round_keys(call)):
@@ -252,6 +299,21 @@ def _takes_signature(call: AttentionCall) -> bool:
     if call.block_table is None or not key.shape[0] or call.options.batch_invariant:
         return False
     return find_planes(_in_16_bits(call)) is not None
+
+
+def _has_small_boxes(call: AttentionCall) -> bool:
+    """Return whether boxes of keys in blocks have the fewest rows that TMA takes."""
+    rows = math.gcd(call.key.shape[1], WARPGROUP_M.value)
+    return call.block_table is not None and rows == SWIZZLE_ROWS.value
+
+
+def _find_small_boxes(call: AttentionCall) -> SmallBoxes | None:
+    """Return the way of a call without a copy, or None if there is none."""
+    if find_planes(call) is None or not _has_small_boxes(call):
+        return None
+    is_small = call.key.shape[1] == SWIZZLE_ROWS.value
+    share = SMALL_BOX_SHARE if is_small else OTHER_BOX_SHARE
+    return SmallBoxes(sm90.plan(call), describe_layer(call), share)
 
 
 def _may_round_keys(call: AttentionCall) -> bool:
