@@ -81,7 +81,11 @@ def test_every_row_of_parts_is_right(
     needles = [
         (req, keys - 1) for req, keys in enumerate(plan.kv_lens) if plan.query_lens[req]
     ]
-    call = paged_call(plan, device, needles, **options)
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    call = paged_call(plan, device, needles, **moved)
     out, lse = call.run(load_implementation("optimized"))
     call.assert_right(out, lse, load_implementation("reference"))
     assert {grid[0] for _, grid in grids} == {plan.kv_heads * count_parts(plan.group)}
