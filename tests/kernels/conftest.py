@@ -1,6 +1,7 @@
 """Width of the query tiles of Hopper's prefills, which otherwise follows from a batch's bounds."""
 
 import pytest
+from pagetwin.optimized.kernels.sm90.prefill import plan as prefill_plan
 from pagetwin.optimized.kernels.sm90.prefill.plan import PrefillPlan
 
 
@@ -12,5 +13,8 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let query tiles have one warpgroup."""
+    """Let query tiles have one warpgroup, those too that no batch has yet."""
+    monkeypatch.setattr(
+        prefill_plan, "has_narrow_tile", lambda config: config.CONSUMERS > 1
+    )
     monkeypatch.setattr(PrefillPlan, "prefers_narrow", lambda *_: True)

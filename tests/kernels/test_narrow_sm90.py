@@ -26,6 +26,8 @@ from test_prefill_sm90 import BATCHES, BF16, OPTIONS
 
 __all__ = ["own_counters"]
 
+PREFERS_NARROW = PrefillPlan.prefers_narrow
+"""Before a fixture replaces it."""
 SHORT = (180, 215, 112, 262, 305, 139, 106, 94, 70, 265, 341, 208)
 MEASURED: list[tuple[int, tuple[int, int], Sequence[int], float]] = [
     # query heads, sizes of keys and values, prompts; time with one warpgroup divided by that with
@@ -76,14 +78,17 @@ def test_the_chosen_width_takes_at_most_5_percent_more_than_the_other_one(
     assert (ratio if is_narrow else 1 / ratio) <= 1.05
 
 
-@pytest.mark.usefixtures("by_bounds")
-def test_a_window_bounds_the_keys_that_decide_the_width() -> None:
-    heads, sizes, lens = (8, 8), (128, 128), (8192,)
+@pytest.mark.usefixtures("narrow")
+def test_a_window_bounds_the_keys_that_decide_the_width(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_plan, "count_processors", lambda _: 132)
     for options, is_narrow in (({}, False), ({"sliding_window": 100}, True)):
-        call = make_call(lens, heads, sizes, **options)
-        assert family.plan(call).prefers_narrow(call) is is_narrow
+        call = make_call((8192,), (8, 8), (128, 128), **options)
+        assert PREFERS_NARROW(family.plan(call), call) is is_narrow
 
 
+@pytest.mark.usefixtures("narrow")
 def test_every_plan_has_one_of_each_width_and_a_warm_up_launches_both() -> None:
     """Of query tiles of one head, too, and of queries that are fitted to float16."""
     made = family.plan(make_call((40,), (10, 2), (128, 128)))
@@ -97,6 +102,29 @@ def test_every_plan_has_one_of_each_width_and_a_warm_up_launches_both() -> None:
     assert {(warm.max_query_len, warm.task.division) for warm in bounds} == {
         (length, division) for length in lens for division in (NARROW, WIDE)
     }
+
+
+@pytest.mark.parametrize(
+    ("heads", "sizes", "options", "has_narrow"),
+    [
+        ((32, 8), (128, 128), {}, True), ((16, 16), (192, 128), {}, True),
+        # tiles of one head, and not those of whole tokens
+        ((10, 2), (128, 128), {}, True),
+        # not measured
+        ((32, 8), (64, 64), {}, False),
+        ((32, 8), (128, 128), {"sliding_window": 100}, False),
+        ((32, 8), (128, 128), {"logits_soft_cap": 30.0}, False),
+        ((48, 1), (128, 128), {}, False),
+    ],
+)  # fmt: skip
+def test_calls_of_kinds_that_are_not_measured_have_one_width(
+    heads: tuple[int, int], sizes: tuple[int, int], options: Any, has_narrow: bool
+) -> None:
+    made = family.plan(make_call((40,), heads, sizes, **options))
+    assert (made.narrow is not None) is has_narrow
+    assert made.packed is None or made.packed.narrow is None
+    widths = {warm.task.division for warm in made.bounds(BatchLimits(4, 512, 4096, 16))}
+    assert widths == ({NARROW, WIDE} if has_narrow else {WIDE})
 
 
 @pytest.mark.long

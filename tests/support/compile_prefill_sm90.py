@@ -41,6 +41,7 @@ from pagetwin.optimized.kernels.sm90.invariant.kernel import (
     invariant_kernel,
 )
 from pagetwin.optimized.kernels.sm90.prefill import family
+from pagetwin.optimized.kernels.sm90.prefill import plan as prefill_plan
 from pagetwin.optimized.kernels.sm90.prefill.kernel import prefill_kernel
 from pagetwin.optimized.kernels.sm90.prefill.plan import NARROW, WIDE
 from pagetwin.optimized.runtime.attention_call import AttentionCall
@@ -258,6 +259,8 @@ def record(case: Case) -> dict[str, Any]:
     properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
     torch.cuda.get_device_properties = lambda device=None: properties
     GluonJITFunction.run = JITFunction.run = keep  # type: ignore[method-assign]
+    # also of calls that do not have them yet
+    prefill_plan.has_narrow_tile = lambda config: config.CONSUMERS > 1
     heads = 8 if 8 % case.group == 0 else 2 * case.group
     if case.group > 64:
         heads = case.group

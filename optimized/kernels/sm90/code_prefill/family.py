@@ -104,6 +104,8 @@ def plan(call: AttentionCall) -> "CodePrefillPlan":
         raise unsupported("Hopper prefill kernel for caches of codes")
     form = find_format(call.key.dtype, call.options.k_scale)
     prefill = sm90.plan(_in_16_bits(call))
+    # narrow query tiles over a converted cache are not measured
+    prefill.narrow = None
     exact = None
     if not form.is_rotated or _are_keys_exact(call):
         exact = prefill.fitted() if _fits_queries(call) else prefill
@@ -200,23 +202,20 @@ class CodePrefillPlan:
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""
-        self.launch_prefill(call, task.short_rows, task.division)
+        self.launch_prefill(call, task.short_rows)
 
-    def launch_prefill(
-        self, call: AttentionCall, short_rows: int, division: int = 0
-    ) -> None:
+    def launch_prefill(self, call: AttentionCall, short_rows: int) -> None:
         """Compute all requests of more than `short_rows` rows, and leave the others as they are.
 
         Args:
             call: one that the plan takes; its `out` and `lse` are modified in place.
             short_rows: rows of the largest request that the decode kernel computes. If 0, the rows
                 of no request are cleared if `clears_padding`.
-            division: as in `PrefillPlan.launch_prefill`.
         """
         if call.max_query_len * self.prefill.group_size > short_rows:
             plan = self._choose(call)[0]
             assert plan is not None
-            plan.launch_prefill(*self.convert(call, short_rows), division)
+            plan.launch_prefill(*self.convert(call, short_rows))
 
     def convert(
         self, call: AttentionCall, short_rows: int

@@ -13,7 +13,7 @@ from ....runtime.chip import count_processors
 from ....runtime.cost_layer import BatchBounds, Layer
 from ....runtime.family import BatchLimits, Estimate, Task, Warm
 from ....runtime.workspace import find_workspace
-from ..common.config import WARPGROUP_M
+from ..common.config import WARPGROUP_M, Sm90Config
 from ..common.plan import Sm90Plan
 from ..common.traits import clears_padding
 from .cost import estimate_hopper_prefill
@@ -35,6 +35,20 @@ by these KV tiles, MHA in bfloat16 (H200, cold L2, medians of 9):
 | 12 of 60 to 400 | 0.90        | 9: 0.87                 | 18: 0.99      | 70: 1.07       |
 | 1 x 2,048   | 0.94            | 33: 0.95                | 66: 1.17      | 264: 1.74      |
 """
+NARROW_SIZES = (128, 128), (192, 128)
+"""Head sizes of keys and of values with such tiles. Others are not measured."""
+
+
+def has_narrow_tile(config: Sm90Config) -> bool:
+    """Return whether small batches get query tiles of one warpgroup.
+
+    Causal calls of some head sizes do. Windows, chunks, soft caps, and tiles whose rows are not
+    those of one token after the other are not measured.
+    """
+    is_plain = not (config.WINDOW or config.CHUNK_SIZE or config.SOFT_CAP)
+    is_whole = WARPGROUP_M.value % config.GROUP == 0 and config.ROWS_PER_TOKEN == 1
+    sizes = (config.KEY_SIZE, config.HEAD_SIZE)
+    return config.CAUSAL and is_plain and is_whole and sizes in NARROW_SIZES
 
 
 @dataclass
@@ -81,8 +95,8 @@ class PrefillPlan(Sm90Plan):
         )
 
     def with_narrow(self) -> "PrefillPlan":
-        """Return this plan, with a plan with narrow query tiles for the same calls."""
-        if self.config.CONSUMERS > 1:
+        """Return this plan, with one with narrow query tiles if such calls have them."""
+        if has_narrow_tile(self.config):
             config = self.config._replace(CONSUMERS=1)
             self.narrow = type(self).derive(self, config, self.boxes)
         return self
@@ -138,14 +152,12 @@ class PrefillPlan(Sm90Plan):
         task, keys = Task(limits.short_rows), limits.max_key_len
         least = limits.short_rows // self.group_size + 1
         for query_len in self.prefill_lens(least, limits.max_query_len):
-            for division in (WIDE, NARROW) if self.narrow is not None else (WIDE,):
-                yield Warm(
-                    type(self).__name__,
-                    1,
-                    query_len,
-                    keys,
-                    task._replace(division=division),
-                )
+            is_packed = self.packed is not None and self.packed.is_chosen(query_len)
+            chosen = self.packed if is_packed else self
+            assert chosen is not None
+            for division in (WIDE, NARROW) if chosen.narrow is not None else (WIDE,):
+                of_tile = task._replace(division=division)
+                yield Warm(type(self).__name__, 1, query_len, keys, of_tile)
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""
