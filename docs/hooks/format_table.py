@@ -79,8 +79,9 @@ def format_times_table(device: str, record: Path | None = None) -> str:
     if not times:
         return NO_RUN
     found = [
-        "| batch | bfloat16 | FP8, one scale | int8 per token | FP8 per token | int4 per token |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| batch | bfloat16 | FP8, one scale | int8 per token | FP8 per token | int4 per token |"
+        " nvfp4 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for batch, words in BATCHES.items():
         for end in ("", PAGE):

@@ -34,6 +34,10 @@ class Kind:
     key: tuple[str, ...]
 
 
+NULLABLE = ("published", "aim")
+"""Fields of a workload that are left out if they are None."""
+
+
 def read_rows(name: str, folder: Path = DATA) -> list[Row]:
     """Return the rows of a file of docs/data/, without its suffix; none if it does not exist."""
     path = folder / f"{name}.jsonl"
@@ -69,9 +73,14 @@ def keep(
         rows = [row for row in rows if key(row) not in replaced] + new
     rows = [row for row in rows if "run" not in row or _workloads(row, rows)]
     rows.sort(key=key)
-    text = "".join(f"{_short(row)}\n" for row in rows)
+    text = "".join(f"{_short(_without_nulls(row))}\n" for row in rows)
     (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     return rows
+
+
+def _without_nulls(row: Row) -> Row:
+    """Return a row without the fields of NULLABLE that are None."""
+    return {k: v for k, v in row.items() if v is not None or k not in NULLABLE}
 
 
 def _short(value: Any) -> str:
@@ -105,7 +114,8 @@ def _workloads(run: Row, rows: Sequence[Row]) -> list[Row]:
     """Return the workloads of a run that no later run of the device has replaced."""
     place = run["device"], run["began"]
     return [
-        row
+        dict.fromkeys(NULLABLE)
+        | row
         | {"results": {name: _entry(result) for name, result in row["results"].items()}}
         for row in rows
         if "run" not in row and (row["device"], row["began"]) == place

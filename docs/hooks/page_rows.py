@@ -281,7 +281,7 @@ def format_times(path: Path) -> list[Row]:
     rows = []
     for workload in record["workloads"]:
         timed = {
-            name: entry["median_us"]
+            name: round(entry["median_us"], 1)
             for name, entry in workload["results"].items()
             if entry["status"] == "timed" and entry.get("within_budget", True)
         }
