@@ -15,9 +15,7 @@ from .cases import ADAPTERS, Case
 from .deviations import Condition
 
 FILES = {
-    "v033_compressed_slot_mapping": "sparse attention",
     "v033_indexer_metadata": "sparse attention",
-    "v033_sparse_swa_indices": "sparse attention",
     "v033_kv_quant_mode": "names of cache formats",
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",

@@ -28,6 +28,7 @@ from pagetwin.conformance.laws.indexer import (
     build_indexed,
 )
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
+from pagetwin.conformance.laws.sparse_slots import SPARSE_SLOTS, arguments_for_slots
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
     AttentionOptions,
@@ -233,6 +234,8 @@ def draw_selections(name: str, device: torch.device) -> list[Arguments]:
             build_indexed(Indexed((2, 1), (5, 1), dtype=dtype), device).given
             for dtype in (torch.float32, torch.float8_e4m3fn)
         ]
+    if name in SPARSE_SLOTS:
+        return [arguments_for_slots(device)[name]]
     if name == "select_keys":
         return [{"scores": torch.randn(3, 9, device=device), "topk": 4}]
     if name == "indexer_k_quant_and_cache":
@@ -289,6 +292,7 @@ DRAWN: dict[str, Callable[[str, torch.device], list[Arguments]]] = {
     "convert_req_index_to_global_index": draw_selections,
     "index_scores": draw_selections,
     "indexer_k_quant_and_cache": draw_selections,
+    **dict.fromkeys(SPARSE_SLOTS, draw_selections),
     "select_keys": draw_selections,
     "sparse_attention": draw_selections,
     "merge_attn_states": draw_states,
