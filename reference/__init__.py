@@ -119,6 +119,11 @@ from .parallel.prefill import PrefillContextParallel
 from .parallel.ring import RingContextParallel
 from .sparse.attention import convert_req_index_to_global_index, sparse_attention
 from .sparse.indexer import index_scores, indexer_k_quant_and_cache, select_keys
+from .sparse.indexer_batch import (
+    balanced_prefill_row_shard,
+    build_prefill_chunk_metadata,
+    prepare_uniform_decode,
+)
 from .sparse.slots import (
     compute_kpool_tail_slot_mapping,
     compute_swa_indices_and_lens,
@@ -160,10 +165,12 @@ __all__ = [
     "allocate_kv_cache",
     "allocate_kv_caches",
     "append_blocks",
+    "balanced_prefill_row_shard",
     "bind_kv_cache",
     "blocks_needed",
     "build_attn_metadata",
     "build_common_attn_metadata",
+    "build_prefill_chunk_metadata",
     "cascade_attention",
     "compute_causal_conv1d_metadata",
     "compute_kpool_tail_slot_mapping",
@@ -220,6 +227,7 @@ __all__ = [
     "mamba_get_block_table_tensor",
     "merge_attn_states",
     "paged_attention",
+    "prepare_uniform_decode",
     "reorder_batch_to_split_decodes_and_prefills",
     "reshape_and_cache",
     "reshape_attn_output_for_spec_decode",

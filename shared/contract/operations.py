@@ -206,6 +206,17 @@ CONCEPTS = (
         ("indexer_k_quant_and_cache", "index_scores", "select_keys"),
     ),
     Concept(
+        "indexer_batch",
+        "sparse.indexer_batch",
+        "Batches of the indexer: gathered keys of a chunk, rows per rank, drafts one by one.",
+        (
+            "build_prefill_chunk_metadata",
+            "balanced_prefill_row_shard",
+            "prepare_uniform_decode",
+        ),
+        is_single=True,
+    ),
+    Concept(
         "sparse_slots",
         "sparse.slots",
         "Slots for sparse attention: states of groups, sliding windows, and rings.",

@@ -47,6 +47,23 @@ def check_step(
         check_rank_lens(seq_lens)
 
 
+def check_whole_groups(
+    compress_ratio: int,
+    dcp_world_size: int,
+    dcp_rank: int | None,
+    dcp_kv_cache_interleave_size: int,
+) -> None:
+    """Raise an error for groups of tokens that several ranks share."""
+    size = dcp_kv_cache_interleave_size
+    check_positive(compress_ratio=compress_ratio)
+    check_ranks(dcp_world_size, dcp_rank, size)
+    if dcp_world_size > 1 and size % compress_ratio:
+        raise ValueError(
+            f"dcp_kv_cache_interleave_size = {size}: expected a multiple of compress_ratio ="
+            f" {compress_ratio}, so that a rank stores all tokens of a group"
+        )
+
+
 def check_compressed_slots(
     slot_mapping: Tensor,
     query_start_loc: Tensor,
@@ -59,14 +76,9 @@ def check_compressed_slots(
     contents: bool,
 ) -> None:
     """Raise an error for groups that several ranks share, and for states without a block."""
-    check_positive(block_size=block_size, compress_ratio=compress_ratio)
+    check_positive(block_size=block_size)
     size = dcp_kv_cache_interleave_size
-    check_ranks(dcp_world_size, None, size)
-    if dcp_world_size > 1 and size % compress_ratio:
-        raise ValueError(
-            f"dcp_kv_cache_interleave_size = {size}: expected a multiple of compress_ratio ="
-            f" {compress_ratio}, so that a rank stores all tokens of a group"
-        )
+    check_whole_groups(compress_ratio, dcp_world_size, None, size)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     if slot_mapping.dim() != 1:
         raise ValueError(

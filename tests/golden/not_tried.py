@@ -15,7 +15,6 @@ from .cases import ADAPTERS, Case
 from .deviations import Condition
 
 FILES = {
-    "v033_indexer_metadata": "sparse attention",
     "v033_kv_quant_mode": "names of cache formats",
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",

@@ -66,7 +66,8 @@ def test_a_captured_graph_finds_slots_for_other_lengths() -> None:
         for name, given in calls.items():
             result = getattr(twin, name)(**given | {"seq_lens": lens})
             found.extend(result if isinstance(result, tuple) else [result])
-        return found
+        table = calls["compute_swa_indices_and_lens"]["block_table"]
+        return [*found, *twin.prepare_uniform_decode(lens, table, 2)]
 
     step()
     graph = torch.cuda.CUDAGraph()

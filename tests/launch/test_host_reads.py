@@ -237,6 +237,7 @@ def test_sparse_attention_reads_nothing_on_the_host(
             **build_indexed(Indexed((2,), (9,)), device).given
         )
         optimized.select_keys(scores, 3)
+        optimized.prepare_uniform_decode(owners, table.repeat(3, 1), 2)
         for name, given in arguments_for_slots(device).items():
             getattr(optimized, name)(**given)
 

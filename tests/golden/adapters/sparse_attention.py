@@ -104,6 +104,47 @@ def window_indices(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@adapter("v033_indexer_metadata")
+def indexer_metadata(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Call the function that a case is of, which its inputs tell."""
+    if "ring_block" in inputs:
+        return ring_slots(twin, inputs)
+    if "max_decode_len" in inputs:
+        lens, table, new = twin.prepare_uniform_decode(
+            int32(inputs["seq_lens"]),
+            int32(inputs["block_table"]),
+            inputs["max_decode_len"],
+        )
+        names = ("decode_seq_lens", "expanded_block_table", "decode_lens")
+        return dict(zip(names, (lens, table, new), strict=True))
+    if "tp_size" in inputs:
+        names = ("compress_ratio", "tp_size", "min_rows")
+        rows = twin.balanced_prefill_row_shard(
+            int32(inputs["seq_lens"]),
+            int32(inputs["query_lens"]),
+            *(inputs[name] for name in names),
+        )
+        return {"rows": rows}
+    rows = inputs["query_slice"]
+    chunk = twin.build_prefill_chunk_metadata(
+        inputs["start_idx"], inputs["end_idx"], starts_of(inputs["query_lens"]),
+        int32(inputs["seq_lens"]), inputs["compress_ratio"], rows and slice(*rows),
+        inputs["dcp_world_size"], inputs["dcp_rank"], inputs["interleave"],
+    )  # fmt: skip
+    return {"result": None} if chunk is None else vars(chunk)
+
+
+def ring_slots(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Find the slots of rings; the position of a request's last token is its length."""
+    starts = starts_of(inputs["query_lens"])
+    lens = [inputs["positions"][end - 1] + 1 for end in starts[1:].tolist()]
+    slots = twin.compute_kpool_tail_slot_mapping(
+        starts, int32(lens), int32(inputs["ring_block"])[:, None], inputs["capacity"],
+        len(inputs["slot_mapping"]),
+    )  # fmt: skip
+    return {"slot_mapping": slots.tolist()}
+
+
 @adapter("v033_indexer_k_quant_and_cache", on_device=True)
 def indexer_write(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Write keys; the layout of a block says what vLLM's writer for AMD GPUs does."""

@@ -25,3 +25,18 @@ def a_padding_token_selects_positions(inputs: dict[str, Any]) -> bool:
 def several_tokens_are_scored_in_a_paged_cache(inputs: dict[str, Any]) -> bool:
     """vLLM's fallback reads a block as records of a token, each with its scale."""
     return "kv_cache" in inputs and inputs["q"].shape[1] > 1
+
+
+@deviation(
+    "v033_indexer_metadata",
+    fields=["slot_mapping"],
+    right="A slot of a ring is written once in a step, by the last token, and padding has none.",
+)
+def tokens_share_a_slot_of_a_ring_or_padding_has_one(inputs: dict[str, Any]) -> bool:
+    """Each token has a slot, and rows past the tokens keep their slots of another cache."""
+    if "ring_block" not in inputs:
+        return False
+    rings = zip(inputs["query_lens"], inputs["ring_block"], strict=True)
+    padding = inputs["slot_mapping"][inputs["num_actual_tokens"] :]
+    is_shared = any(block and new > inputs["capacity"] for new, block in rings)
+    return is_shared or any(slot != -1 for slot in padding)
