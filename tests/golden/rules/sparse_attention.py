@@ -27,6 +27,27 @@ def several_tokens_are_scored_in_a_paged_cache(inputs: dict[str, Any]) -> bool:
     return "kv_cache" in inputs and inputs["q"].shape[1] > 1
 
 
+def rings_of(inputs: dict[str, Any]) -> list[int]:
+    """Return the block of each request's ring, without the null block; none in other cases."""
+    blocks: list[int] = inputs.get("ring_block", [])
+    if "num_decode_tokens" in inputs:
+        slots = inputs["slot_mapping"][: inputs["num_decode_tokens"]]
+        blocks = [slot // inputs["capacity"] for slot in slots]
+    return [block for block in blocks if block > 0]
+
+
+@deviation(
+    "v033_indexer_metadata",
+    "v033_draft_metadata",
+    fields=["raises"],
+    right="Each request has a ring of its own.",
+)
+def two_requests_have_one_ring(inputs: dict[str, Any]) -> bool:
+    """The requests overwrite the tokens of each other."""
+    rings = rings_of(inputs)
+    return len(set(rings)) < len(rings)
+
+
 @deviation(
     "v033_indexer_metadata",
     fields=["slot_mapping"],
@@ -34,9 +55,27 @@ def several_tokens_are_scored_in_a_paged_cache(inputs: dict[str, Any]) -> bool:
 )
 def tokens_share_a_slot_of_a_ring_or_padding_has_one(inputs: dict[str, Any]) -> bool:
     """Each token has a slot, and rows past the tokens keep their slots of another cache."""
-    if "ring_block" not in inputs:
+    if "ring_block" not in inputs or two_requests_have_one_ring(inputs):
         return False
     rings = zip(inputs["query_lens"], inputs["ring_block"], strict=True)
     padding = inputs["slot_mapping"][inputs["num_actual_tokens"] :]
     is_shared = any(block and new > inputs["capacity"] for new, block in rings)
     return is_shared or any(slot != -1 for slot in padding)
+
+
+@deviation(
+    "v033_draft_metadata",
+    fields=["slot_mapping"],
+    right="A token without a ring has no slot, and neither have rows past the tokens.",
+)
+def a_token_of_a_draft_has_no_ring(inputs: dict[str, Any]) -> bool:
+    """A slot of -1 is moved as if block -1 were a ring, and rows past the tokens keep theirs."""
+    if "capacity" not in inputs or two_requests_have_one_ring(inputs):
+        return False
+    size, tokens = inputs["capacity"], inputs["num_decode_tokens"]
+    moved = zip(inputs["slot_mapping"][:tokens], inputs["positions"], strict=False)
+    is_moved = any(
+        slot < size and slot // size * size + position % size != -1
+        for slot, position in moved
+    )
+    return is_moved or any(slot != -1 for slot in inputs["slot_mapping"][tokens:])
