@@ -19,7 +19,6 @@ from .law import law
 COMPRESS = "get_compressed_slot_mapping"
 WINDOW = "compute_swa_indices_and_lens"
 RING = "compute_kpool_tail_slot_mapping"
-SPARSE_SLOTS = (COMPRESS, WINDOW, RING)
 
 
 @dataclass(frozen=True)
