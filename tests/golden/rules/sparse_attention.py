@@ -27,6 +27,27 @@ def several_tokens_are_scored_in_a_paged_cache(inputs: dict[str, Any]) -> bool:
     return "kv_cache" in inputs and inputs["q"].shape[1] > 1
 
 
+@deviation(
+    "v033_sparse_swa_indices",
+    fields=["slots", "lens"],
+    right="A sequence has no keys past its end.",
+)
+def an_image_ends_after_the_sequence(inputs: dict[str, Any]) -> bool:
+    """A token of a cut image attends to keys of it that are not written yet."""
+    most = inputs.get("max_image_tokens", 0)
+    return any(
+        first <= position <= last and min(last, position + most) >= seq_len
+        for spans, new, seq_len in zip(
+            inputs.get("image_spans") or [],
+            inputs["query_lens"],
+            inputs["seq_lens"],
+            strict=False,
+        )
+        for first, last in spans
+        for position in range(seq_len - new, seq_len)
+    )
+
+
 def rings_of(inputs: dict[str, Any]) -> list[int]:
     """Return the block of each request's ring, without the null block; none in other cases."""
     blocks: list[int] = inputs.get("ring_block", [])
