@@ -60,7 +60,7 @@ def build_prefill_chunk_metadata(
 
     Raises:
         IndexError: The requests are not in the batch.
-        ValueError: Lengths or ranks do not match, or a slice has a step or a negative number.
+        ValueError: Lengths or ranks do not match, or a slice has a step or no valid bounds.
         TypeError: A tensor is not int32.
 
     Source:

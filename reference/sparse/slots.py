@@ -4,7 +4,7 @@ A layer of sparse attention may have caches that paged attention does not have. 
 blocks of slots, and a slot follows from positions in the sequence:
 
 1. `get_compressed_slot_mapping`: a cache with one state per `compress_ratio` tokens. The token that
-   completes a group writes the group's state, as if it were token number `group` of a sequence.
+   completes a group writes its state. State number `g` has the slot that token `g` would have.
 2. `compute_swa_indices_and_lens`: the keys that a token attends to, its window and its image, as
    the rows of slots that `sparse_attention` takes.
 3. `compute_kpool_tail_slot_mapping`: one block per request, used as a ring. It holds the tokens of

@@ -43,9 +43,11 @@ def check_prefill_chunk(
         )
     if query_slice is not None:
         start, stop = query_slice.start or 0, query_slice.stop
-        if query_slice.step not in (None, 1) or start < 0 or (stop or 0) < 0:
+        ends_early = stop is not None and stop < start
+        if query_slice.step not in (None, 1) or start < 0 or ends_early:
             raise ValueError(
-                f"query_slice = {query_slice}: expected rows from 0 on without a step"
+                f"query_slice = {query_slice}: expected a start of at least 0, an end that is"
+                " not less, and no step"
             )
 
 

@@ -212,6 +212,7 @@ BAD_BATCHES: dict[str, tuple[str, dict[str, Any]]] = {
     "starts that decrease": (CHUNK, {"query_start_loc_cpu": int32([0, 3, 2])}),
     "a length below 0": (CHUNK, {"seq_lens_cpu": int32([-1, 2])}),
     "a slice with a step": (CHUNK, {"query_slice": slice(0, 4, 2)}),
+    "a slice that ends before it starts": (CHUNK, {"query_slice": slice(4, 2)}),
     "a slice from the end": (CHUNK, {"query_slice": slice(-2, None)}),
     "a rank past the last": (CHUNK, {"dcp_rank": 1}),
     "a key on two ranks": (CHUNK, {"dcp_world_size": 2, "compress_ratio": 2}),
