@@ -119,6 +119,16 @@ from .parallel.prefill import PrefillContextParallel
 from .parallel.ring import RingContextParallel
 from .sparse.attention import convert_req_index_to_global_index, sparse_attention
 from .sparse.indexer import index_scores, indexer_k_quant_and_cache, select_keys
+from .sparse.indexer_batch import (
+    balanced_prefill_row_shard,
+    build_prefill_chunk_metadata,
+    prepare_uniform_decode,
+)
+from .sparse.slots import (
+    compute_kpool_tail_slot_mapping,
+    compute_swa_indices_and_lens,
+    get_compressed_slot_mapping,
+)
 from .v0.encoder_decoder import (
     get_num_prefill_decode_query_kv_tokens,
     get_seq_len_block_table_args,
@@ -155,18 +165,22 @@ __all__ = [
     "allocate_kv_cache",
     "allocate_kv_caches",
     "append_blocks",
+    "balanced_prefill_row_shard",
     "bind_kv_cache",
     "blocks_needed",
     "build_attn_metadata",
     "build_common_attn_metadata",
+    "build_prefill_chunk_metadata",
     "cascade_attention",
     "compute_causal_conv1d_metadata",
+    "compute_kpool_tail_slot_mapping",
     "compute_mm_prefix_range_tensor",
     "compute_mm_prefix_ranges",
     "compute_slot_mapping",
     "compute_slot_mapping_batch",
     "compute_slot_mapping_device",
     "compute_slot_mapping_start_idx",
+    "compute_swa_indices_and_lens",
     "compute_token_to_req_indices",
     "concat_and_cache_mla",
     "convert_req_index_to_global_index",
@@ -182,6 +196,7 @@ __all__ = [
     "gather_cache",
     "gather_latent_cache",
     "get_attn_cg_support",
+    "get_compressed_slot_mapping",
     "get_dcp_groups",
     "get_dcp_local_seq_lens",
     "get_dcp_ranks",
@@ -212,6 +227,7 @@ __all__ = [
     "mamba_get_block_table_tensor",
     "merge_attn_states",
     "paged_attention",
+    "prepare_uniform_decode",
     "reorder_batch_to_split_decodes_and_prefills",
     "reshape_and_cache",
     "reshape_attn_output_for_spec_decode",

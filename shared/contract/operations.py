@@ -206,6 +206,27 @@ CONCEPTS = (
         ("indexer_k_quant_and_cache", "index_scores", "select_keys"),
     ),
     Concept(
+        "indexer_batch",
+        "sparse.indexer_batch",
+        "Batches of the indexer: gathered keys of a chunk, rows per rank, drafts one by one.",
+        (
+            "build_prefill_chunk_metadata",
+            "balanced_prefill_row_shard",
+            "prepare_uniform_decode",
+        ),
+        is_single=True,
+    ),
+    Concept(
+        "sparse_slots",
+        "sparse.slots",
+        "Slots for sparse attention: states of groups, sliding windows, and rings.",
+        (
+            "get_compressed_slot_mapping",
+            "compute_swa_indices_and_lens",
+            "compute_kpool_tail_slot_mapping",
+        ),
+    ),
+    Concept(
         "local_attention",
         "batch.local_attention",
         "Chunked local attention: each chunk of a sequence as a request of its own.",

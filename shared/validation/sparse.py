@@ -58,6 +58,17 @@ def check_convert_indices(
     is_read &= local < block_table.shape[1] * block_size
     tokens = is_read.nonzero()[:, 0]
     owner, entry = req_id[tokens].long(), local[is_read] // block_size
+    check_read_ids(block_table, owner, entry, block_size)
+
+
+def check_read_ids(
+    block_table: Tensor, owner: Tensor, entry: Tensor, block_size: int
+) -> None:
+    """Raise an error for entries that are not block ids, or whose slots exceed 32 bits.
+
+    Args:
+        owner, entry: [read] rows and columns of the block table.
+    """
     block_id = block_table[owner, entry].long()
     largest = INT32 // block_size - 1
     wrong = (block_id < 0) | (block_id > largest)

@@ -15,9 +15,6 @@ from .cases import ADAPTERS, Case
 from .deviations import Condition
 
 FILES = {
-    "v033_compressed_slot_mapping": "sparse attention",
-    "v033_indexer_metadata": "sparse attention",
-    "v033_sparse_swa_indices": "sparse attention",
     "v033_kv_quant_mode": "names of cache formats",
     "v033_mamba_manager_functions": "recurrent state",
     "v033_mamba_manager_histories": "recurrent state",
@@ -112,8 +109,8 @@ def specs_differ_in_a_missing_field(inputs: dict[str, Any]) -> bool:
 
 @not_tried("v033_draft_metadata")
 def metadata_of_another_backend_are_updated(inputs: dict[str, Any]) -> bool:
-    """The backend (rings, sparse attention, Octave) or the loop of drafts does not exist here."""
-    names = ("capacity", "compress_ratio", "num_actual_tokens", "draft_tokens")
+    """The backend (Octave) or the loop of drafts does not exist here."""
+    names = ("num_actual_tokens", "draft_tokens")
     return any(name in inputs for name in names)
 
 

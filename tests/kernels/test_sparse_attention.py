@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pagetwin.conformance.laws.sparse_slots import arguments_for_slots
 from pagetwin.optimized.runtime.launcher import INTERPRETED
 from support.twins import Twin
 from torch import Tensor
@@ -47,6 +48,33 @@ def test_a_captured_graph_selects_and_attends_for_other_lengths(
         captured = step()
     for other in ([512, 3, 96, 200], [0, 64, 65, 1]):
         lens.copy_(torch.tensor(other))
+        graph.replay()
+        torch.cuda.synchronize()
+        for found, right in zip(captured, step(), strict=True):
+            assert torch.equal(found, right)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_a_captured_graph_finds_slots_for_other_lengths() -> None:
+    twin, device = Twin("optimized", enforce=False), torch.device("cuda")
+    calls = arguments_for_slots(device)
+    lens = torch.tensor([4], device=device, dtype=torch.int32)
+
+    def step() -> list[Tensor]:
+        found = []
+        for name, given in calls.items():
+            result = getattr(twin, name)(**given | {"seq_lens": lens})
+            found.extend(result if isinstance(result, tuple) else [result])
+        table = calls["compute_swa_indices_and_lens"]["block_table"]
+        return [*found, *twin.prepare_uniform_decode(lens, table, 2)]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for other in (3, 2, 0, 4):
+        lens.fill_(other)
         graph.replay()
         torch.cuda.synchronize()
         for found, right in zip(captured, step(), strict=True):

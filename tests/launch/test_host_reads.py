@@ -18,6 +18,7 @@ from pagetwin.conformance.laws.indexer import (
     build_indexed,
 )
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
+from pagetwin.conformance.laws.sparse_slots import arguments_for_slots
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.metadata_classes import UBatchSlice
 from pagetwin.contract.specs import KVCacheSpec
@@ -236,6 +237,9 @@ def test_sparse_attention_reads_nothing_on_the_host(
             **build_indexed(Indexed((2,), (9,)), device).given
         )
         optimized.select_keys(scores, 3)
+        optimized.prepare_uniform_decode(owners, table.repeat(3, 1), 2)
+        for name, given in arguments_for_slots(device).items():
+            getattr(optimized, name)(**given)
 
 
 @pytest.mark.cuda

@@ -28,6 +28,7 @@ from pagetwin.conformance.laws.indexer import (
     build_indexed,
 )
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
+from pagetwin.conformance.laws.sparse_slots import arguments_for_slots
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
     AttentionOptions,
@@ -204,6 +205,8 @@ def draw_copies(name: str, device: torch.device) -> list[Arguments]:
 
 
 def draw_slots(name: str, device: torch.device) -> list[Arguments]:
+    if name != "compute_slot_mapping_device":
+        return [arguments_for_slots(device)[name]]
     return [
         {
             "query_start_loc": torch.tensor([0, 3, 4], device=device).int(),
@@ -289,6 +292,9 @@ DRAWN: dict[str, Callable[[str, torch.device], list[Arguments]]] = {
     "convert_req_index_to_global_index": draw_selections,
     "index_scores": draw_selections,
     "indexer_k_quant_and_cache": draw_selections,
+    "get_compressed_slot_mapping": draw_slots,
+    "compute_swa_indices_and_lens": draw_slots,
+    "compute_kpool_tail_slot_mapping": draw_slots,
     "select_keys": draw_selections,
     "sparse_attention": draw_selections,
     "merge_attn_states": draw_states,

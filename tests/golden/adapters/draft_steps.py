@@ -16,6 +16,10 @@ def int32(numbers: list[int]) -> Tensor:
 @adapter("v033_draft_metadata")
 def draft_metadata(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Call the function that takes such arguments."""
+    if "capacity" in inputs:
+        return next_ring_slots(twin, inputs)
+    if "compress_ratio" in inputs:
+        return next_states(twin, inputs)
     if "positions" in inputs:
         return eagle_step(twin, inputs)
     if "sampled_token_ids" in inputs:
@@ -67,4 +71,40 @@ def eagle_step(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         "positions": moved.tolist(),
         "slot_mapping": slots.tolist(),
         "seq_lens": lens.tolist(),
+    }
+
+
+def next_ring_slots(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Find the slot of each request's token in the ring that its last slot is in."""
+    capacity, tokens = inputs["capacity"], inputs["num_decode_tokens"]
+    rings = [[max(slot // capacity, 0)] for slot in inputs["slot_mapping"][:tokens]]
+    lens = [position + 1 for position in inputs["positions"][:tokens]]
+    slots = twin.compute_kpool_tail_slot_mapping(
+        int32(list(range(tokens + 1))), int32(lens), int32(rings), capacity,
+        len(inputs["slot_mapping"]),
+    )  # fmt: skip
+    return {"slot_mapping": slots.tolist()}
+
+
+def next_states(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Find the states of requests with one token; keys are counted in states."""
+    ratio, lens, reqs = (
+        inputs["compress_ratio"],
+        inputs["seq_lens"],
+        len(inputs["seq_lens"]),
+    )
+    starts, table = int32(list(range(reqs + 1))), int32(inputs["block_table"])
+    slots = twin.get_compressed_slot_mapping(
+        torch.zeros(reqs, dtype=torch.int64), starts, int32(lens), table,
+        inputs["states_per_block"], ratio,
+    )  # fmt: skip
+    keys, rows, new = twin.prepare_uniform_decode(int32(lens) // ratio, table, 1)
+    request = twin.compute_token_to_req_indices(starts, reqs, reqs)
+    return {
+        "decode_seq_lens": keys.tolist(),
+        "decode_block_table": rows.tolist(),
+        "decode_lens": new.tolist(),
+        "indices": request.tolist(),
+        "per_req_decode_lens": starts.diff().tolist(),
+        "slot_mapping": slots.tolist(),
     }

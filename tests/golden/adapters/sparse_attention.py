@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from golden.adapters.attention import starts_of
 from golden.cases import SKIP, adapter
 
 
@@ -58,6 +59,90 @@ def global_topk(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         twin, given, [req if is_valid else -1 for req, is_valid in valid]
     )
     return {"global_indices": slots, "lens": count.tolist()}
+
+
+@adapter("v033_compressed_slot_mapping")
+def compressed_slots(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Look up the slots of states; the tokens' own slots tell the rank."""
+    slots = twin.get_compressed_slot_mapping(
+        torch.tensor(inputs["slot_mapping"]), int32(inputs["query_start_loc"]),
+        int32(inputs["seq_lens"]), int32(inputs["block_table"]),
+        inputs["states_per_block"], inputs["compress_ratio"], inputs["dcp_world_size"],
+        inputs["cp_interleave"],
+    )  # fmt: skip
+    return {"slot_mapping": slots.tolist()}
+
+
+@adapter("v033_sparse_swa_indices")
+def window_indices(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Find the image of each token, then the slots of its keys."""
+    new, lens = inputs["query_lens"], int32(inputs["seq_lens"])
+    starts, valid = starts_of(new), torch.ones(sum(new), dtype=torch.bool)
+    valid[inputs["invalid_tokens"]] = False
+    is_causal, options = "image_spans" in inputs, {}
+    if is_causal:
+        options["replay_start"] = int32(inputs["replay_start"])
+    if inputs.get("image_spans"):
+        ranges = torch.full((sum(new), 2), -1, dtype=torch.int32)
+        spans = {
+            req: [tuple(span) for span in own]
+            for req, own in enumerate(inputs["image_spans"])
+        }
+        twin.fill_mm_prefix_query_ranges(ranges, spans, starts, lens)
+        most = inputs["max_image_tokens"]
+        options |= {"query_ranges": ranges, "max_image_tokens": most}
+    slots, count = twin.compute_swa_indices_and_lens(
+        starts, lens, valid, int32(inputs["block_table"]), inputs["block_size"],
+        inputs["window"], inputs["index_width"], is_causal, **options,
+    )  # fmt: skip
+    # ranges of tokens are positions here, not distances
+    return {
+        "slots": slots,
+        "lens": count.tolist(),
+        "left_visible": SKIP,
+        "right_visible": SKIP,
+    }
+
+
+@adapter("v033_indexer_metadata")
+def indexer_metadata(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Call the function that a case is of, which its inputs tell."""
+    if "ring_block" in inputs:
+        return ring_slots(twin, inputs)
+    if "max_decode_len" in inputs:
+        lens, table, new = twin.prepare_uniform_decode(
+            int32(inputs["seq_lens"]),
+            int32(inputs["block_table"]),
+            inputs["max_decode_len"],
+        )
+        names = ("decode_seq_lens", "expanded_block_table", "decode_lens")
+        return dict(zip(names, (lens, table, new), strict=True))
+    if "tp_size" in inputs:
+        names = ("compress_ratio", "tp_size", "min_rows")
+        rows = twin.balanced_prefill_row_shard(
+            int32(inputs["seq_lens"]),
+            int32(inputs["query_lens"]),
+            *(inputs[name] for name in names),
+        )
+        return {"rows": rows}
+    rows = inputs["query_slice"]
+    chunk = twin.build_prefill_chunk_metadata(
+        inputs["start_idx"], inputs["end_idx"], starts_of(inputs["query_lens"]),
+        int32(inputs["seq_lens"]), inputs["compress_ratio"], rows and slice(*rows),
+        inputs["dcp_world_size"], inputs["dcp_rank"], inputs["interleave"],
+    )  # fmt: skip
+    return {"result": None} if chunk is None else vars(chunk)
+
+
+def ring_slots(twin: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Find the slots of rings; the position of a request's last token is its length."""
+    starts = starts_of(inputs["query_lens"])
+    lens = [inputs["positions"][end - 1] + 1 for end in starts[1:].tolist()]
+    slots = twin.compute_kpool_tail_slot_mapping(
+        starts, int32(lens), int32(inputs["ring_block"])[:, None], inputs["capacity"],
+        len(inputs["slot_mapping"]),
+    )  # fmt: skip
+    return {"slot_mapping": slots.tolist()}
 
 
 @adapter("v033_indexer_k_quant_and_cache", on_device=True)
