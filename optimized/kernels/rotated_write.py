@@ -101,7 +101,7 @@ def _write_rows(
     largest = -smallest
     rounded = ()
     for number in tl.static_range(SIZE // CHANNELS):
-        part = round_to(parts[number], dtype, NATIVE)
+        part = round_to(parts[number], dtype, NATIVE, HAS_ZERO)
         rounded = rounded + (part,)  # type: ignore[assignment]
         if NATIVE:
             smallest, largest = tl.minimum(smallest, part), tl.maximum(largest, part)

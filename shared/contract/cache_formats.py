@@ -239,7 +239,8 @@ FORMATS = {
             is_rotated=True,
             includes_zero=False,
             scales=(ScaleAxes.TOKEN_HEAD,),
-            loses="rows whose rotation has one sign, such as those of their first channel",
+            loses="rows whose rotation has one sign, such as those of their first channel, or that"
+            " float16 does not reach",
         ),
         CacheFormat(
             name="nvfp4",

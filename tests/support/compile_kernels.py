@@ -343,6 +343,17 @@ def cases() -> Iterator[tuple[str, Callable[[], None]]]:
             f"append, {name} cache",
             lambda o=codes: run_attention(16, 16384, 128, torch.bfloat16, **o),
         )
+    # in float16 weights are divided by the largest of their row
+    for kind, query_len in (("decode", 1), ("prefill", 99)):
+        for name in ("int8_per_token_head", "int4_per_token_head"):
+            form = MEASURED[name]
+            codes = measured_scales(form, 256) | {"cache_dtype": form.dtype}
+            yield (
+                f"{kind}, fp16, {name} cache",
+                lambda q=query_len, o=codes: run_attention(
+                    q, 4096, 128, torch.float16, **o
+                ),
+            )
     for kind, query_len, kv_len in (("alone", 99, 4096), ("spread", 1, 32768)):
         yield (
             f"prefill, batch invariant, {kind}",

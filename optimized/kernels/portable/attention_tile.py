@@ -7,11 +7,13 @@ import triton.language as tl
 
 from ..softmax import normalize, start_softmax, update_softmax
 from .formats.cache_format import (
+    divides_weights,
     has_two_parts,
     scale_scores,
     scale_values,
     scale_weights,
 )
+from .formats.token_scales import divide_weights
 from .load_kv import load_kv_tile, locate_kv
 from .load_q import find_rows, load_q
 from .options.score import load_score_terms, modify_scores
@@ -176,7 +178,12 @@ def loop_over_kv_tiles(
         p, acc, l_i, m_i = update_softmax(acc, l_i, m_i, qk, MASKED)
         # step: average the values by the weights
         p = scale_weights(p, scales, config)
-        acc = accumulate_pv(acc, p, v, config.ROW_SUMS)  # [BLOCK_M, BLOCK_DV]
+        if divides_weights(config.CACHE_FORMAT, v.dtype):
+            p, largest = divide_weights(p)
+            added = accumulate_pv(tl.zeros_like(acc), p, v, config.ROW_SUMS)
+            acc += added * largest[:, None]
+        else:
+            acc = accumulate_pv(acc, p, v, config.ROW_SUMS)  # [BLOCK_M, BLOCK_DV]
     return acc, l_i, m_i
 
 

@@ -24,10 +24,10 @@ LARGEST_BLOCK = 512
 def store(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the codes of numbers, and the scale of each head with its zero point.
 
-    The arithmetic is float32; the rotated row is rounded to the dtype of the numbers. A level is
-    rounded to nearest, half away from zero. The levels reach from the smallest number to the
-    largest one, and 0 is always among them. NaN spreads over its block of channels, does not count
-    for the levels, and its code is 0.
+    The arithmetic is float32; the rotated row is rounded to the dtype of the numbers, but for
+    numbers that float16 does not reach. A level is rounded to nearest, half away from zero. The
+    levels reach from the smallest number to the largest one, and 0 is always among them. NaN
+    spreads over its block of channels, does not count for the levels, and its code is 0.
 
     Args:
         numbers: [..., heads, head_size].
@@ -112,10 +112,15 @@ def to_level(numbers: Tensor) -> Tensor:
 def rotate(numbers: Tensor) -> Tensor:
     """Return rows times the signs, transformed, as float32 that is rounded to their dtype.
 
-    Norms grow by the square root of the block.
+    Norms grow by the square root of the block. So a sum of float16 numbers may be one that float16
+    does not reach, and is not rounded.
     """
     signed = numbers.float() * signs(numbers.shape[-1], numbers.device)
-    return hadamard(signed).to(numbers.dtype).float()
+    turned = hadamard(signed)
+    rounded = turned.to(numbers.dtype).float()
+    if numbers.dtype == torch.float16:
+        rounded = rounded.where(rounded.isfinite(), turned)
+    return rounded
 
 
 def hadamard(numbers: Tensor) -> Tensor:

@@ -29,5 +29,6 @@ def store(numbers: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
         >>> load(codes, scale, torch.float32)
         tensor([[0., 0.]])
     """
-    rotated = rotate(numbers)
+    # what float16 does not reach is infinite
+    rotated = rotate(numbers).to(numbers.dtype).float()
     return levels_between(rotated, *extremes(rotated))

@@ -4,8 +4,10 @@ It is compared with the exact result over the numbers that the codes mean, and o
 before they were codes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -157,21 +159,47 @@ def attention_over_codes_finds_each_needle(
     try_formats([form for form in CODED if fits(form, plan.head_size)], try_one)
 
 
-@law("paged_attention", cases=[1e-4, 1e-2, 1.0, 300.0])
+def with_a_tail(call: Call) -> Call:
+    """Return a call in which the first key of each request has a weight of 1, and others 4e-4."""
+    key = call.arguments["key_cache"].clone()
+    key[~key.isnan()] = 0
+    for row in filter(None, call.rows):
+        key[row[0], 0] = -math.log(4e-4) / key.shape[3] ** 0.5
+    value = call.arguments["value_cache"].abs()
+    query = torch.ones_like(call.query)
+    return call.changed(query=query, key_cache=key, value_cache=value)
+
+
+@law(
+    "paged_attention",
+    cases=[*product([1e-4, 1e-2, 1.0, 300.0, 8000.0], [False, True])],
+)
 def values_of_any_size_keep_their_relative_accuracy(
-    setting: Setting, size: float
+    setting: Setting, case: tuple[float, bool]
 ) -> None:
-    """In float16 the product of a weight and the scale of small values must not be subnormal."""
-    plan = setting.fit(BatchPlan((1, 3), (40, 19), dtype=torch.float16, seed=5))
+    """In float16 the product of a weight and the scale of a value is subnormal, or overflows.
+
+    Many keys of small weights have a part in the result, too.
+    """
+    size, has_tail = case
+    lens = (300, 150) if has_tail else (40, 19)
+    plan = setting.fit(BatchPlan((1, 3), lens, dtype=torch.float16, seed=5))
     call = paged_call(plan, setting.device)
+    if has_tail:
+        call = with_a_tail(call)
     values = (call.arguments["value_cache"].float() * size).to(plan.dtype)
-    call = replace(call, arguments=call.arguments | {"value_cache": values})
+    call = call.changed(value_cache=values)
 
     def try_one(form: CacheFormat) -> None:
         coded = coded_call(call, form, plan.seed)
         expect_right(setting, coded, run_call(setting, coded))
 
-    measured = [form for form in CODED if form.is_measured]
+    measured = [
+        form
+        for form in CODED
+        # a format that loses rows loses those whose rotation float16 does not reach, too
+        if form.is_measured and not (form.loses and size > 1000)
+    ]
     try_formats([form for form in measured if fits(form, plan.head_size)], try_one)
 
 

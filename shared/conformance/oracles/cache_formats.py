@@ -102,7 +102,10 @@ def four_bits(rows: Rows, dtype: torch.dtype, has_zero: bool) -> tuple[Rows, Row
     blocks = in_rotations(rows)
     with np.errstate(invalid="ignore", over="ignore"):
         turned = sums_and_differences(blocks * signs(blocks.shape[-1]))
-        turned = rounded(turned.reshape(rows.shape), dtype)
+        exact = turned.reshape(rows.shape)
+        turned = rounded(exact, dtype)
+        if has_zero and dtype == torch.float16:
+            turned = np.where(np.isinf(turned), exact, turned)
     is_lost = np.isnan(turned).all(-1)
     numbers = np.where(np.isnan(turned), np.nan, turned)
     numbers[is_lost] = 0

@@ -32,7 +32,7 @@ from .nvfp4 import (
 )
 from .nvfp4_4over6 import encode_4over6
 from .plain import upcast
-from .token_scales import load_slot_scales, scale_slot_values, scale_slot_weights
+from .token_scales import load_slot_scales
 
 
 class TileScales(NamedTuple):
@@ -200,6 +200,17 @@ def has_two_parts(name: str, dtype: Any) -> bool:
     return FORMATS[name].is_rotated and dtype != tl.float32
 
 
+@triton.constexpr_function
+def divides_weights(name, dtype):
+    """Return whether weights with the scales of values are divided by the largest of their row.
+
+    Args:
+        name: of the format.
+        dtype: in which weights are multiplied by values.
+    """
+    return FORMATS[name].has_token_scales and dtype == tl.float16
+
+
 @triton.jit
 def decode_k(k, scales, dtype, config: tl.constexpr):
     """Return keys as numbers in the dtype of the queries: [BLOCK_N, BLOCK_D]."""
@@ -284,7 +295,7 @@ def scale_scores(qk, scales, config: tl.constexpr):
 def scale_weights(p, scales, config: tl.constexpr):
     """Return weights with the scale of each value: [BLOCK_M, BLOCK_N]."""
     if has_slot_scales(config.CACHE_FORMAT):
-        p = scale_slot_weights(p, scales.v)
+        p = p * scales.v[None, :]
     return p
 
 
@@ -295,8 +306,6 @@ def scale_values(result, call, kv_head, config: tl.constexpr):
         result = scale_fp8_values(result, call, kv_head)
     elif channels_per_scale(config.CACHE_FORMAT):
         result = scale_block_values(result, call)
-    elif has_slot_scales(config.CACHE_FORMAT):
-        result = scale_slot_values(result)
-        if is_rotated(config.CACHE_FORMAT):
-            result = rotate_values(result, config.V_HEAD_DIM)
+    elif is_rotated(config.CACHE_FORMAT):
+        result = rotate_values(result, config.V_HEAD_DIM)
     return result

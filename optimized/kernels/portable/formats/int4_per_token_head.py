@@ -94,7 +94,7 @@ def encode_int4(
     Returns:
         [ROWS, BLOCK / 2] uint8, [ROWS] float32.
     """
-    rows = round_to(rotate(numbers, SIZE, BLOCK), dtype, False)
+    rows = round_to(rotate(numbers, SIZE, BLOCK), dtype, False, HAS_ZERO)
     is_number = (rows == rows) & (tl.arange(0, BLOCK) < SIZE)[None, :]
     smallest = tl.min(tl.where(is_number, rows, float("inf")), 1)
     largest = tl.max(tl.where(is_number, rows, -float("inf")), 1)
@@ -131,14 +131,18 @@ def measure_levels(smallest, largest, HAS_ZERO: tl.constexpr):
 
 
 @triton.jit
-def round_to(numbers, dtype, NATIVE: tl.constexpr):
+def round_to(numbers, dtype, NATIVE: tl.constexpr, KEEPS_FINITE: tl.constexpr):
     """Return float32 numbers rounded to a dtype, half to even, as float32.
 
     Args:
         NATIVE: whether an instruction rounds to bfloat16. The interpreter truncates.
+        KEEPS_FINITE: whether numbers that float16 does not reach stay as they are.
     """
     if dtype != tl.bfloat16:
-        numbers = numbers.to(dtype).to(tl.float32)
+        rounded = numbers.to(dtype).to(tl.float32)
+        if KEEPS_FINITE and dtype == tl.float16:
+            rounded = tl.where(tl.abs(rounded) == float("inf"), numbers, rounded)
+        numbers = rounded
     elif NATIVE:
         # a single number is converted at a fourth of the rate
         numbers = tl.inline_asm_elementwise(

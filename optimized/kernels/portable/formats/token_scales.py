@@ -8,11 +8,6 @@ import triton.language as tl
 
 SMALLEST_SCALE = tl.constexpr(1e-6)
 """The scale of a row of zeros."""
-LIFT = tl.constexpr(64.0)
-"""Factor of the weights, which the results are divided by.
-
-Values of float16 have scales from 1e-6 to 516. A weight of 1 times such a scale is below the
-smallest normal float16, 6.1e-5. Times 64 it is a normal one, and the largest is below 65,504."""
 
 
 @triton.jit
@@ -51,12 +46,20 @@ def load_slot_scales(
 
 
 @triton.jit
-def scale_slot_weights(p, v_scale):
-    """Return weights with the scale of each value, times LIFT: [BLOCK_M, BLOCK_N]."""
-    return p * (v_scale * LIFT)[None, :]
+def divide_weights(p):
+    """Return weights with the scales of values divided by the largest of their row, and that one.
 
+    Scales are of any size. In float16 a product with a small one is subnormal, and with a large one
+    infinite.
 
-@triton.jit
-def scale_slot_values(result):
-    """Return rows without the factor of the weights: [BLOCK_M, BLOCK_DV]."""
-    return result * (1.0 / LIFT)
+    Args:
+        p: [BLOCK_M, BLOCK_N] float32.
+
+    Returns:
+        [BLOCK_M, BLOCK_N], [BLOCK_M].
+    """
+    largest = tl.max(p, 1)
+    # a row of zeros, and one with an infinite scale, stay as they are
+    is_number = (largest > 1e-30) & (largest < float("inf"))
+    largest = tl.where(is_number, largest, 1.0)
+    return p * tl.div_rn(1.0, largest)[:, None], largest
