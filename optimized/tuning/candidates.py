@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any, Protocol
 
 from ..kernels.portable.host.cost import FLOP_PER_US
-from ..kernels.portable.host.decode_tiles import estimate_shared_memory
+from ..kernels.portable.host.decode_sizes import estimate_shared_memory
 from ..kernels.portable.host.tuning import Tiles
 from ..kernels.portable.tables.kernel_tables import TileKey
 

@@ -119,13 +119,13 @@ def test_the_rows_of_a_token_that_fit_no_decode_tile_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Latents with 64 heads asked a chip with 99 KiB of shared memory for 160 KiB."""
-    decode_tiles = import_module(
-        "pagetwin.optimized.kernels.portable.host.decode_tiles"
+    decode_sizes = import_module(
+        "pagetwin.optimized.kernels.portable.host.decode_sizes"
     )
     tuning = import_module("pagetwin.optimized.kernels.portable.host.tuning")
-    monkeypatch.setattr(decode_tiles, "INTERPRETED", False)
-    monkeypatch.setattr(decode_tiles, "find_shared_memory", lambda _: CHIPS[chip][0])
-    found = decode_tiles.choose_short_rows(
+    monkeypatch.setattr(decode_sizes, "INTERPRETED", False)
+    monkeypatch.setattr(decode_sizes, "find_shared_memory", lambda _: CHIPS[chip][0])
+    found = decode_sizes.choose_short_rows(
         group, tuning.Tiles(16, 16, 8, 1), sum(sizes), dtype, torch.device("cuda")
     )
     assert found == rows
@@ -135,20 +135,20 @@ def test_two_kv_tiles_are_in_flight_where_they_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """64 rows of 256 asked an A100, which has 163 KiB of shared memory, for 168.5."""
-    decode_tiles = import_module(
-        "pagetwin.optimized.kernels.portable.host.decode_tiles"
+    decode_sizes = import_module(
+        "pagetwin.optimized.kernels.portable.host.decode_sizes"
     )
     tuning = import_module("pagetwin.optimized.kernels.portable.host.tuning")
-    monkeypatch.setattr(decode_tiles, "INTERPRETED", False)
+    monkeypatch.setattr(decode_sizes, "INTERPRETED", False)
     of_device = (torch.bfloat16, torch.device("cuda"))
     for chip, size, rows, stages in (
         (80, 256, 64, 3), (80, 256, 32, 5), (90, 256, 64, 5), (80, 128, 64, 5)
     ):  # fmt: skip
         memory = CHIPS[chip][0]
-        monkeypatch.setattr(decode_tiles, "find_shared_memory", lambda _, m=memory: m)
+        monkeypatch.setattr(decode_sizes, "find_shared_memory", lambda _, m=memory: m)
         decode = tuning.Tiles(16, 16384 // size, 4, 3)
         deeper = tuning.Tiles(16, 16384 // size, 4, 5)
-        found = decode_tiles.limit_stages(
+        found = decode_sizes.limit_stages(
             deeper, decode, rows, (size, size), *of_device
         )
         assert found.num_stages == stages, (chip, size, rows)

@@ -12,11 +12,11 @@ from pagetwin.contract.operations import load_implementation
 from pagetwin.optimized.dispatch import dispatch
 from pagetwin.optimized.dispatch.choice import AttentionPlan
 from pagetwin.optimized.kernels.portable.host import make_launches
+from pagetwin.optimized.kernels.portable.host.decode_sizes import count_parts
 from pagetwin.optimized.kernels.portable.host.plans import (
     DecodeGrid,
     PortableDecodePlan,
 )
-from pagetwin.optimized.kernels.portable.host.short_splits import count_parts
 from pagetwin.optimized.runtime.family import BatchLimits
 from support.hopper_codes import to_family
 from support.thresholds import set_thresholds

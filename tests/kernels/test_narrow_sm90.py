@@ -13,7 +13,9 @@ from pagetwin.optimized.kernels.sm90.prefill import plan as prefill_plan
 from pagetwin.optimized.kernels.sm90.prefill.plan import NARROW, WIDE, PrefillPlan
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.optimized.runtime.family import BatchLimits
+from support.compile_prefill_sm90 import BF16
 from support.hopper import CASES, check, pretend_hopper
+from support.prefill_batches import BATCHES, OPTIONS
 from support.sm90_calls import (
     assert_right,
     build,
@@ -22,7 +24,6 @@ from support.sm90_calls import (
     own_counters,
 )
 from support.twins import Twin
-from test_prefill_sm90 import BATCHES, BF16, OPTIONS
 
 __all__ = ["own_counters"]
 

@@ -9,13 +9,13 @@ import torch
 from pagetwin.conformance.cases.batches import BatchPlan, build
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.dispatch import dispatch
+from pagetwin.optimized.kernels.portable.host.decode_sizes import (
+    count_time,
+    split_short_decodes,
+)
 from pagetwin.optimized.kernels.portable.host.plans import (
     DecodeGrid,
     PortableDecodePlan,
-)
-from pagetwin.optimized.kernels.portable.host.short_splits import (
-    count_time,
-    split_short_decodes,
 )
 from support.planted_keys import plant
 from support.thresholds import OF_A_CHIP, set_thresholds

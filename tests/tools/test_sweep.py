@@ -65,9 +65,10 @@ def test_a_forced_alternative_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> N
     splits: list[int] = []
     known = launches.Launches.short_splits
 
-    def watch(self: Any, *bounds: int) -> int:
-        splits.append(known(self, *bounds))
-        return splits[-1]
+    def watch(self: Any, *bounds: int) -> Any:
+        found = known(self, *bounds)
+        splits.append(found.splits)
+        return found
 
     monkeypatch.setattr(launches.Launches, "short_splits", watch)
     workload = sweep.draw_workload("decode", "", random.Random(3)).tiny()

@@ -13,7 +13,7 @@ import torch
 from pagetwin.contract.tuning_classes import TuningCase, TuningJob, TuningReport
 from pagetwin.optimized import load_tuning, tune_kernels
 from pagetwin.optimized.kernels.portable.host.cost import RATES, Rates
-from pagetwin.optimized.kernels.portable.host.decode_tiles import estimate_shared_memory
+from pagetwin.optimized.kernels.portable.host.decode_sizes import estimate_shared_memory
 from pagetwin.optimized.kernels.portable.host.tuning import Tiles
 from pagetwin.optimized.kernels.portable.tables.active_tables import find_tables
 from pagetwin.optimized.kernels.portable.tables.kernel_tables import DEFAULT, TileKey

@@ -1,6 +1,7 @@
 """Trial of one law on one implementation in this process, with shrinking of a failing case."""
 
 import builtins
+import inspect
 import math
 import time
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def find_law(name: str) -> Law:
 def make_case(law: Law, case: str) -> Any:
     """Return a case from the Python expression that a report shows."""
     names = vars(torch) | vars(builtins) | {"torch": torch, "inf": float("inf")}
-    names |= {"nan": float("nan"), "Runs": Runs} | law.body.__globals__
+    names |= {"nan": float("nan"), "Runs": Runs} | inspect.unwrap(law.body).__globals__
     return eval(case, names)
 
 

@@ -14,14 +14,14 @@ from ..arguments import Config, ShortDecode, StreamK, Tensors
 from ..decode import decode_kernel
 from ..short_decode import short_decode_kernel
 from ..tables.kernel_tables import DEFAULT, KernelTables, TileKey
-from .make_launcher import lower_call, make_launcher
-from .short_splits import (
+from .decode_sizes import (
     TILE_ROWS,
     ShortSplits,
     count_parts,
     count_time,
     split_short_decodes,
 )
+from .make_launcher import lower_call, make_launcher
 from .tuning import PROGRAMS, Tiles
 
 REQS_PER_PASS = (8, 32, 64) if INTERPRETED else (32, 128, 1024)

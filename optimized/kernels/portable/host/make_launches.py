@@ -29,7 +29,7 @@ from ..prefill import prefill_kernel
 from ..split_kv import split_kv_kernel, split_rows_kernel
 from ..tables.active_tables import find_tables
 from ..tables.kernel_tables import KernelTables, TileKey
-from .decode_tiles import choose_short_rows, limit_stages
+from .decode_sizes import choose_short_rows, limit_stages
 from .launches import Launches
 from .make_launcher import make_launcher
 from .tuning import Tiles, choose_row_tiles, choose_tiles

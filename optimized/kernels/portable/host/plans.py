@@ -10,10 +10,10 @@ from ....runtime.cost_layer import BatchBounds, Layer
 from ....runtime.family import BatchLimits, Estimate, Task, Warm
 from ....runtime.launcher import Launcher
 from .cost import estimate_append, estimate_decode, estimate_prefill_of_rows
+from .decode_sizes import count_parts
 from .launches import BRIEF, REQS_PER_PASS, DecodeKernel
 from .make_launches import MAX_WORKSPACE, SPLIT_SIZE
 from .plan import PortablePlan
-from .short_splits import count_parts
 
 MAX_CHOSEN = 256
 """Launches that a plan keeps: one per combination of a batch's bounds."""

@@ -10,7 +10,7 @@ import torch
 
 from .....contract.tested_versions import installed
 from ....runtime.chip import describe_chip
-from ..host.decode_tiles import estimate_shared_memory
+from ..host.decode_sizes import estimate_shared_memory
 from ..host.tuning import Tiles
 from .kernel_tables import DEFAULT, KernelTables, TileKey
 from .tuned_rows import TunedRow, parse_row
