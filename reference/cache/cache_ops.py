@@ -30,10 +30,10 @@ from ...contract.shapes import (
     ValueCache,
 )
 from ...validation import (
-    check_block_mapping,
+    check_copy_blocks,
     check_gather_cache,
-    check_kv_caches_alike,
     check_reshape_and_cache,
+    check_swap_blocks,
     validated,
 )
 from .formats import encode, load_slots
@@ -241,10 +241,7 @@ def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) 
         >>> kv_cache.flatten()
         tensor([2., 1., 2., 5., 4., 5.])
     """
-    check_kv_caches_alike(kv_caches)
-    for kv_cache in kv_caches:
-        num_blocks = kv_cache.shape[1]
-        check_block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
+    check_copy_blocks(kv_caches, block_mapping)
     for kv_cache in kv_caches:
         for source, destination in block_mapping.tolist():
             kv_cache[:, destination] = kv_cache[:, source]
@@ -277,9 +274,6 @@ def swap_blocks(
         >>> on_host.flatten()
         tensor([2., 0., 5., 0.])
     """
-    check_kv_caches_alike([source, destination])
-    check_block_mapping(
-        block_mapping, source.shape[1], destination.shape[1], same_cache=False
-    )
+    check_swap_blocks(source, destination, block_mapping)
     for from_block, to_block in block_mapping.tolist():
         destination[:, to_block] = source[:, from_block].to(destination.device)
