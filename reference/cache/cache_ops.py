@@ -225,6 +225,8 @@ def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) 
 
     Args:
         kv_caches: per layer [2, num_blocks, block_size, kv_heads, head_size], modified in place.
+            Scales in tensors of their own are copied by a call of their own, as [..., 1] or
+            [..., blocks].
         block_mapping: [pairs, 2] int64 on the host: source block, destination block.
 
     Raises:
