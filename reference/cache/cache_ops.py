@@ -107,6 +107,21 @@ def reshape_and_cache(
         ... )
         >>> int(codes[2, 1]), round(float(scales[2, 1]), 4)
         (127, 0.0394)
+        >>> pair = torch.tensor([[[4.0, 1.0]]])
+        >>> packed = torch.zeros(2, 3, 4, 1, 1, dtype=torch.uint8)
+        >>> steps = torch.zeros(2, 3, 4, 1)
+        >>> reshape_and_cache(pair, pair, *packed, slot_mapping[:1], *steps)
+        >>> int(packed[0, 2, 1]), round(float(steps[0, 2, 1]), 4)
+        (249, 0.3333)
+        >>> row = torch.tensor([6.0, 4.8, -1.0, 0.4] + [0.0] * 12).view(1, 1, 16)
+        >>> four_bits = torch.zeros(2, 3, 4, 1, 8, dtype=torch.uint8)
+        >>> blocks = torch.zeros(2, 3, 4, 1, 1).to(torch.float8_e4m3fn)
+        >>> reshape_and_cache(
+        ...     row, row, *four_bits, slot_mapping[:1], *blocks,
+        ...     k_global_scale=0.5, v_global_scale=0.5,
+        ... )
+        >>> four_bits[0, 2, 1, 0, :2].tolist(), float(blocks[0, 2, 1])
+        ([103, 26], 2.0)
     """
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):

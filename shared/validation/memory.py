@@ -140,7 +140,11 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
 
 def is_same_view(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same elements in the same order."""
-    return one is other or (
+    if one is other:
+        return True
+    if is_compiling() or _has_no_address(one) or _has_no_address(other):
+        return False
+    return (
         one.dtype == other.dtype
         and one.shape == other.shape
         and one.stride() == other.stride()
