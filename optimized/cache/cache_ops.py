@@ -29,10 +29,10 @@ from ...contract.shapes import (
     ValueCache,
 )
 from ...validation import (
-    check_block_mapping,
+    check_copy_blocks,
     check_gather_cache,
-    check_kv_caches_alike,
     check_reshape_and_cache,
+    check_swap_blocks,
     values_checked,
     values_may_be_checked,
 )
@@ -199,10 +199,7 @@ def gather_cache(
 @operator(changed=["kv_caches"])
 def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) -> None:
     """Copy whole blocks to other blocks, in every layer."""
-    check_kv_caches_alike(kv_caches)
-    for kv_cache in kv_caches:
-        num_blocks = kv_cache.shape[1]
-        check_block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
+    check_copy_blocks(kv_caches, block_mapping)
     for kv_cache in kv_caches:
         _copy_on_device(kv_cache, kv_cache, block_mapping)
 
@@ -218,10 +215,7 @@ def swap_blocks(
     Between devices the blocks are gathered into one buffer, copied and scattered. The call
     returns when the copy has finished.
     """
-    check_kv_caches_alike([source, destination])
-    check_block_mapping(
-        block_mapping, source.shape[1], destination.shape[1], same_cache=False
-    )
+    check_swap_blocks(source, destination, block_mapping)
     if source.device == destination.device:
         _copy_on_device(source, destination, block_mapping)
         return

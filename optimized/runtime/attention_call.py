@@ -143,8 +143,17 @@ def sizes_fit(call: AttentionCall) -> bool:
         fits
         and 0 <= call.max_query_len <= INT32
         and is_score_scale(scale)
-        and (out is None or out.shape == (tokens, query_heads, value_size))
-        and (lse is None or lse.shape == (query_heads, tokens))
+        # an expanded result is validated, and so rejected
+        and (
+            out is None
+            or (
+                out.shape == (tokens, query_heads, value_size) and 0 not in out.stride()
+            )
+        )
+        and (
+            lse is None
+            or (lse.shape == (query_heads, tokens) and 0 not in lse.stride())
+        )
     )
 
 

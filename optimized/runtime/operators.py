@@ -176,6 +176,11 @@ def {function.__name__}({arguments}):
     exec(source, names)
     forked: Any = functools.wraps(function)(names[function.__name__])
     forked.__defaults__ = function.__defaults__
+    # the contract is written once, beside the algorithm
+    forked.__doc__ = (
+        f"{inspect.cleandoc(function.__doc__ or '')}\n\nArguments, results, errors and an example:"
+        f" help(pagetwin.reference.{function.__name__})."
+    )
     return forked
 
 

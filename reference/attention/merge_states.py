@@ -50,7 +50,8 @@ def merge_attn_states(
         suffix_output, suffix_lse: The same over the second set.
         prefill_tokens_with_context: Tokens that have a prefix; those after them get the suffix
             unchanged. If None, all have one.
-        output: Optional. Modified in place. If None, a new tensor like `prefix_output` is made.
+        output: Optional. Modified in place. If None, a new tensor like `prefix_output` is made. It
+            may be `prefix_output` or `suffix_output`.
         output_lse: Optional. [query_heads, tokens], modified in place: the log-sum-exp over both
             sets, in the same base.
         prefix_lse_base, suffix_lse_base: math.e or 2, the base of each logarithm.

@@ -84,7 +84,8 @@ def paged_attention(
     Raises:
         IndexError: A length or a block id is outside the table or the cache.
         ValueError: Shapes do not match, heads do not divide, a request has more queries than
-            keys, or options are out of range or meaningless together.
+            keys, options are out of range or meaningless together, or `out` or `lse` shares memory
+            with the other one, with itself (an expanded tensor), or with the queries or caches.
         TypeError: A dtype is not the expected one.
 
     Source:

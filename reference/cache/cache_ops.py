@@ -30,10 +30,10 @@ from ...contract.shapes import (
     ValueCache,
 )
 from ...validation import (
-    check_block_mapping,
+    check_copy_blocks,
     check_gather_cache,
-    check_kv_caches_alike,
     check_reshape_and_cache,
+    check_swap_blocks,
     validated,
 )
 from .formats import encode, load_slots
@@ -107,6 +107,21 @@ def reshape_and_cache(
         ... )
         >>> int(codes[2, 1]), round(float(scales[2, 1]), 4)
         (127, 0.0394)
+        >>> pair = torch.tensor([[[4.0, 1.0]]])
+        >>> packed = torch.zeros(2, 3, 4, 1, 1, dtype=torch.uint8)
+        >>> steps = torch.zeros(2, 3, 4, 1)
+        >>> reshape_and_cache(pair, pair, *packed, slot_mapping[:1], *steps)
+        >>> int(packed[0, 2, 1]), round(float(steps[0, 2, 1]), 4)
+        (249, 0.3333)
+        >>> row = torch.tensor([6.0, 4.8, -1.0, 0.4] + [0.0] * 12).view(1, 1, 16)
+        >>> four_bits = torch.zeros(2, 3, 4, 1, 8, dtype=torch.uint8)
+        >>> blocks = torch.zeros(2, 3, 4, 1, 1).to(torch.float8_e4m3fn)
+        >>> reshape_and_cache(
+        ...     row, row, *four_bits, slot_mapping[:1], *blocks,
+        ...     k_global_scale=0.5, v_global_scale=0.5,
+        ... )
+        >>> four_bits[0, 2, 1, 0, :2].tolist(), float(blocks[0, 2, 1])
+        ([103, 26], 2.0)
     """
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -225,6 +240,8 @@ def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) 
 
     Args:
         kv_caches: per layer [2, num_blocks, block_size, kv_heads, head_size], modified in place.
+            Scales in tensors of their own are copied by a call of their own, as [..., 1] or
+            [..., blocks].
         block_mapping: [pairs, 2] int64 on the host: source block, destination block.
 
     Raises:
@@ -241,10 +258,7 @@ def copy_blocks(kv_caches: Sequence[LayerKVCache], block_mapping: BlockMapping) 
         >>> kv_cache.flatten()
         tensor([2., 1., 2., 5., 4., 5.])
     """
-    check_kv_caches_alike(kv_caches)
-    for kv_cache in kv_caches:
-        num_blocks = kv_cache.shape[1]
-        check_block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
+    check_copy_blocks(kv_caches, block_mapping)
     for kv_cache in kv_caches:
         for source, destination in block_mapping.tolist():
             kv_cache[:, destination] = kv_cache[:, source]
@@ -277,9 +291,6 @@ def swap_blocks(
         >>> on_host.flatten()
         tensor([2., 0., 5., 0.])
     """
-    check_kv_caches_alike([source, destination])
-    check_block_mapping(
-        block_mapping, source.shape[1], destination.shape[1], same_cache=False
-    )
+    check_swap_blocks(source, destination, block_mapping)
     for from_block, to_block in block_mapping.tolist():
         destination[:, to_block] = source[:, from_block].to(destination.device)

@@ -434,10 +434,18 @@ def split_page(
         key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
 
     Raises:
-        ValueError: a slot has another number of bytes, a scale does not begin at a multiple of
-            its own bytes, or the codes of a key or value do not fill its bytes.
+        ValueError: the page has another dtype, other axes or another number of bytes per slot and
+            head, the scales of the format are not measured, a size is below 1, a scale does not
+            begin at a multiple of its own bytes, or the codes of a key or value do not fill its
+            bytes.
     """
-    assert form.dtype is not None and form.is_measured
+    if form.dtype is None or not form.is_measured:
+        names = ", ".join(other.name for other in FORMATS.values() if other.is_measured)
+        raise ValueError(
+            f"form is {form.name}: expected a format whose scales the write measures, one of"
+            f" {names}"
+        )
+    check_positive(head_size=head_size, value_head_size=value_head_size)
     sizes = [
         width
         for size in (head_size, value_head_size)
@@ -446,9 +454,15 @@ def split_page(
             form.scale_bytes(size),
         )
     ]
-    if page.shape[-1] != sum(sizes):
+    bytes_of_page = torch.uint8, torch.int8
+    if (
+        page.dim() != 4
+        or page.dtype not in bytes_of_page
+        or page.shape[3] != sum(sizes)
+    ):
         raise ValueError(
-            f"page has shape {list(page.shape)}: expected {sum(sizes)} bytes per slot and head"
+            f"page is {page.dtype} and has shape {list(page.shape)}: expected torch.uint8 or"
+            f" torch.int8 [num_blocks, block_size, kv_heads, {sum(sizes)}]"
         )
     starts = [*page.stride()[:-1], page.storage_offset(), sizes[0], sizes[2]]
     unit = form.scale_dtype.itemsize

@@ -109,7 +109,7 @@ def split_nvfp4_cache(
         key_cache, value_cache, k_scale, v_scale, as `reshape_and_cache` takes them.
 
     Raises:
-        ValueError: The cache has none of these shapes, or gaps between its bytes.
+        ValueError: The cache is not uint8, has none of these shapes, or gaps between its bytes.
 
     Example:
         2 heads of 64 in blocks of 16: [100, 4, 16, 36].
@@ -118,6 +118,12 @@ def split_nvfp4_cache(
         >>> [list(part.shape) for part in parts[1:3]]
         [[100, 16, 2, 32], [100, 16, 2, 4]]
     """
+    check_positive(head_size=head_size)
+    if kv_cache.dtype != torch.uint8:
+        raise ValueError(
+            f"kv_cache is {kv_cache.dtype}: expected torch.uint8, the bytes of codes and of block"
+            " scales"
+        )
     shape, width = list(kv_cache.shape), NVFP4.row_bytes(head_size)
     value_size, per_scale = head_size, NVFP4.row_bytes(NVFP4.channels_per_scale)
     if kv_cache.dim() == 5 and shape[1] == 2 and shape[4] == width:

@@ -35,6 +35,7 @@ from ..validation.layer import (
     check_new_layer,
     check_new_scale,
     check_scale_inputs,
+    check_scale_types,
     reject_option,
 )
 from .backend_interface import AttentionBackend
@@ -359,7 +360,8 @@ class Attention(nn.Module):
         """Set the scales of a quantised cache to known values, such as a checkpoint's.
 
         Scales are not measured after that. Call it before the first step, because elements that
-        are already in the cache are not rescaled.
+        are already in the cache are not rescaled. It has no effect in formats whose only scales
+        are those that a write measures.
 
         Args:
             k_scale, v_scale: Optional. Factor of the cache's elements, or of its block scales: one
@@ -367,7 +369,9 @@ class Attention(nn.Module):
 
         Raises:
             ValueError: a scale has another shape, or is not finite and above 0.
+            TypeError: a scale is neither a number nor a tensor.
         """
+        check_scale_types(k_scale=k_scale, v_scale=v_scale)
         for name, given in (("_k_scale", k_scale), ("_v_scale", v_scale)):
             if given is None:
                 continue

@@ -33,7 +33,7 @@ def draw() -> list[Text]:
 EXAMPLES = (
     Example(
         "reshape_and_cache",
-        "Token 0 goes to slot 9, token 1 nowhere; then the same into caches of eight bits.",
+        "Token 0 goes to slot 9, token 1 nowhere; then into caches of eight and four bits.",
         (
             StoryStep(
                 "The slots are 9 and -1. Token 1 has a negative one: it is not stored, and the"
@@ -61,6 +61,29 @@ EXAMPLES = (
                 " of the key is 5, so the scale is 5 / 127 = 0.0394, and the code 127.",
                 "round(float(codes[2, 1] * scales[2, 1]), 6)",
                 "5.0",
+            ),
+            StoryStep(
+                "The fourth is int4_per_token_head. The row [4, 1] is rotated: its second number"
+                " changes its sign, and sum and difference are [3, 5]. The range from 0 to 5 has"
+                " 15 steps, so the scale is 5 / 15 = 0.3333, and the levels are 9 and 15, with 0"
+                " at level 0. The first is the low half of the byte.",
+                "9 + 15 * 16",
+                "249",
+            ),
+            StoryStep(
+                "Levels times the scale are [3, 5] again. Rotated back, they are half of their"
+                " sum, and half of the second minus the first.",
+                "((3 + 5) / 2, (5 - 3) / 2)",
+                "(4.0, 1.0)",
+            ),
+            StoryStep(
+                "The last is nvfp4. The largest size of the block of 16 is 6, which is the largest"
+                " code, and the global scale is 0.5: the block scale is 6 / 6 / 0.5 = 2. Divided"
+                " by 2 * 0.5 = 1, the numbers 6, 4.8, -1 and 0.4 have the nearest codes 6, 4, -1"
+                " and 0.5. They are the numbers 7, 6, 2 and 1 of the list 0, 0.5, 1, 1.5, 2, 3,"
+                " 4, 6, and a negative code has 8 more.",
+                "[7 + 6 * 16, (2 + 8) + 1 * 16]",
+                "[103, 26]",
             ),
             StoryStep(
                 "Both are stored there; counted through, that is place 9 of the 12. Read back"

@@ -22,11 +22,11 @@ from .batch import check_one_sequence as check_one_sequence
 from .batch import check_row_reaches as check_row_reaches
 from .batch import check_slot_mapping_device as check_slot_mapping_device
 from .batch import check_start_loc as check_start_loc
-from .cache import check_block_mapping as check_block_mapping
 from .cache import check_caches as check_caches
+from .cache import check_copy_blocks as check_copy_blocks
 from .cache import check_gather_cache as check_gather_cache
-from .cache import check_kv_caches_alike as check_kv_caches_alike
 from .cache import check_reshape_and_cache as check_reshape_and_cache
+from .cache import check_swap_blocks as check_swap_blocks
 from .decorator import validated as validated
 from .primitives import FLOATS as FLOATS
 from .primitives import check_dtype as check_dtype

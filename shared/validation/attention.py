@@ -21,6 +21,7 @@ from .primitives import (
     check_positive,
     check_same_device,
 )
+from .results import check_results
 from .score_numbers import check_score_scale
 
 
@@ -43,7 +44,7 @@ def check_paged_attention(
     options = options.with_causal(True)
     check_caches(key_cache, value_cache)
     num_blocks, block_size, _, _ = key_cache.shape
-    check_query(query, key_cache, value_cache, out, lse)
+    check_query(query, {"key_cache": key_cache, "value_cache": value_cache}, out, lse)
     check_block_table(block_table)
     check_dtype("seq_lens", seq_lens, torch.int32)
     reqs, max_blocks = block_table.shape
@@ -106,7 +107,7 @@ def check_encoder_attention(
             f"key has shape {list(key.shape)} and value {list(value.shape)}: expected"
             " [tokens, kv_heads, head_size], alike but for the head size"
         )
-    check_query(query, key, value, out, lse)
+    check_query(query, {"key": key, "value": value}, out, lse)
     check_same_device(
         query=query,
         key=key,
@@ -141,9 +142,16 @@ def check_bound(name: str, bound: int, counts: list[int], words: str) -> None:
 
 
 def check_query(
-    query: Tensor, key: Tensor, value: Tensor, out: Tensor | None, lse: Tensor | None
+    query: Tensor, keys: dict[str, Tensor], out: Tensor | None, lse: Tensor | None
 ) -> None:
-    """Reject queries and outputs that do not fit the keys [..., kv_heads, head_size]."""
+    """Reject queries and outputs that do not fit keys and values.
+
+    Args:
+        query: [tokens, query_heads, head_size].
+        keys: [..., kv_heads, head_size] the keys and then the values, by their arguments' names.
+        out, lse: Optional. The results.
+    """
+    key, value = keys.values()
     kv_heads, head_size = key.shape[-2], head_size_of(key)
     dtypes = FLOATS if find_format(key.dtype).is_quantised else (key.dtype,)
     check_dtype("query", query, *dtypes)
@@ -169,3 +177,4 @@ def check_query(
         raise ValueError(
             f"lse has shape {list(lse.shape)}: expected [{query_heads}, {tokens}]"
         )
+    check_results(out, lse, {"query": query, **keys}, takes_fp8=True)

@@ -9,6 +9,7 @@ from ..contract.attention_options import AttentionOptions
 from ..contract.cache_formats import CODE_DTYPES, find_format, head_size_of
 from .attention_options import check_cache_scales
 from .batch import check_block_ids, check_block_table, check_start_loc
+from .memory import check_own_memory, check_results_apart, is_same_view
 from .primitives import (
     FLOATS,
     check_dtype,
@@ -77,8 +78,14 @@ def check_reshape_and_cache(
         v_global_scale=v_global_scale,
     )
     check_cache_scales(scales, key_cache, value_cache, contents)
+    written: dict[str, Tensor | None] = {
+        "key_cache": key_cache,
+        "value_cache": value_cache,
+    }
     if find_format(key_cache.dtype, k_scale, kv_cache_dtype).is_measured:
-        _check_written_scales(k_scale, v_scale)
+        assert isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor)
+        written |= {"k_scale": k_scale, "v_scale": v_scale}
+    check_own_memory(**written)
     if not contents:
         return
     num_slots = num_blocks * block_size
@@ -110,25 +117,6 @@ def _check_new_dtype(name: str, tensor: Tensor, cache: Tensor) -> None:
         )
     else:
         check_dtype(name, tensor, *FLOATS)
-
-
-def _check_written_scales(
-    k_scale: Tensor | float | None, v_scale: Tensor | float | None
-) -> None:
-    """Raise an error if a write would store two scales in the same place."""
-    assert isinstance(k_scale, Tensor) and isinstance(v_scale, Tensor)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        steps = zip(scale.shape, scale.stride(), strict=True)
-        if any(size > 1 and step == 0 for size, step in steps):
-            raise ValueError(
-                f"{name} has strides {list(scale.stride())}: expected memory of its own for each"
-                " slot and head, since the write stores its scales there"
-            )
-    if k_scale.numel() and k_scale.data_ptr() == v_scale.data_ptr():
-        raise ValueError(
-            "k_scale and v_scale are the same memory: expected one tensor for the keys and another"
-            " one for the values, since the write stores its scales there"
-        )
 
 
 def check_gather_cache(
@@ -226,6 +214,29 @@ def check_block_mapping(
                 " copies from: expected no block on both sides; make two calls"
             )
         taken.add(destination)
+
+
+def check_copy_blocks(kv_caches: Sequence[Tensor], block_mapping: Tensor) -> None:
+    """Raise an error for copies within caches that differ, or that the mapping does not fit."""
+    check_kv_caches_alike(kv_caches)
+    for layer, cache in enumerate(kv_caches):
+        check_own_memory(**{f"cache {layer}": cache})
+        num_blocks = cache.shape[1]
+        check_block_mapping(block_mapping, num_blocks, num_blocks, same_cache=True)
+
+
+def check_swap_blocks(
+    source: Tensor, destination: Tensor, block_mapping: Tensor
+) -> None:
+    """Raise an error for copies between caches that differ, or that the mapping does not fit."""
+    check_kv_caches_alike([source, destination])
+    is_same = is_same_view(source, destination)
+    check_results_apart(
+        {"destination": destination}, {} if is_same else {"source": source}
+    )
+    check_block_mapping(
+        block_mapping, source.shape[1], destination.shape[1], same_cache=is_same
+    )
 
 
 def check_kv_caches_alike(caches: Sequence[Tensor]) -> None:

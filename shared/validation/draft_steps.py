@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .batch import LARGEST_ID, check_start_loc
+from .memory import check_own_memory
 from .primitives import (
     check_dtype,
     check_length,
@@ -100,6 +101,11 @@ def check_eagle_step(
     check_same_device(
         positions_1d=positions_1d,
         block_table_tensor=block_table_tensor,
+        seq_lens=seq_lens,
+        out_clamped_positions=out_clamped_positions,
+        out_slot_mapping=out_slot_mapping,
+    )
+    check_own_memory(
         seq_lens=seq_lens,
         out_clamped_positions=out_clamped_positions,
         out_slot_mapping=out_slot_mapping,

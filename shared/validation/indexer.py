@@ -6,6 +6,7 @@ from torch import Tensor
 from ..contract.indexer_cache import SCALE_BYTES
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .latent import check_slots
+from .memory import check_own_memory
 from .primitives import (
     FLOATS,
     check_dtype,
@@ -46,6 +47,7 @@ def check_indexer_write(
             f" [{k.shape[0]}], the tokens of k"
         )
     check_same_device(kv_cache=kv_cache, k=k, slot_mapping=slot_mapping)
+    check_own_memory(kv_cache=kv_cache)
     if contents:
         check_slots(slot_mapping.tolist(), kv_cache.shape[0] * kv_cache.shape[1])
 

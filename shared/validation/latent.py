@@ -10,16 +10,16 @@ from .attention import check_bound
 from .attention_options import check_positions, reject_options
 from .batch import check_block_ids, check_block_table, check_start_loc
 from .latent_cache import check_latent_cache, check_latent_width, dtypes_of_numbers
-from .merge import LSE_DTYPES
+from .memory import check_own_memory
 from .options.sliding_window import validate as check_window
 from .primitives import (
-    FLOATS,
     check_dtype,
     check_length,
     check_not_negative,
     check_positive,
     check_same_device,
 )
+from .results import check_results
 from .score_numbers import check_score_scale
 
 
@@ -57,6 +57,7 @@ def check_concat_and_cache_mla(
             f"slot_mapping has shape {list(slot_mapping.shape)}: expected at most"
             f" [{tokens}], the tokens of kv_c and k_pe"
         )
+    check_own_memory(kv_cache=kv_cache)
     if contents:
         num_slots = kv_cache.shape[0] * kv_cache.shape[1]
         check_slots(slot_mapping.tolist(), num_slots)
@@ -83,7 +84,7 @@ def check_latent_decode_attention(
     _check_options(options)
     check_latent_cache(kv_cache, "k_scale", options.k_scale, contents)
     check_dtype("q_nope", q_nope, *dtypes_of_numbers(kv_cache))
-    _check_heads(q_nope, q_pe, w_uk, w_uv, out, lse)
+    _check_heads(q_nope, q_pe, kv_cache, w_uk, w_uv, out, lse)
     check_latent_width(kv_cache, w_uk.shape[2], q_pe.shape[2])
     check_score_scale(scale)
     if options.sliding_window is not None:
@@ -155,6 +156,7 @@ def check_latent_prefill_attention(
                 " many tokens as queries"
             )
     check_same_device(q_nope=q_nope, kv_c=kv_c, k_pe=k_pe)
+    check_results(out, lse, {"kv_c": kv_c, "k_pe": k_pe})
     check_not_negative(num_context_tokens=num_context_tokens)
     if max_context_chunk is not None:
         check_positive(max_context_chunk=max_context_chunk)
@@ -208,6 +210,7 @@ def _check_new_tokens(kv_c: Tensor, k_pe: Tensor) -> None:
 def _check_heads(
     q_nope: Tensor,
     q_pe: Tensor,
+    kv_cache: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
     out: Tensor | None,
@@ -242,20 +245,18 @@ def _check_heads(
         v_head_dim=w_uv.shape[2],
     )
     expected = (tokens, heads, w_uv.shape[2])
-    if out is not None:
-        check_dtype("out", out, *FLOATS)
-        if tuple(out.shape) != expected:
-            raise ValueError(
-                f"out has shape {list(out.shape)}: expected {list(expected)}, queries by"
-                " v_head_dim"
-            )
-    if lse is not None:
-        check_dtype("lse", lse, *LSE_DTYPES)
-        if tuple(lse.shape) != (heads, tokens):
-            raise ValueError(
-                f"lse has shape {list(lse.shape)}: expected [{heads}, {tokens}]"
-            )
+    if out is not None and tuple(out.shape) != expected:
+        raise ValueError(
+            f"out has shape {list(out.shape)}: expected {list(expected)}, queries by"
+            " v_head_dim"
+        )
+    if lse is not None and tuple(lse.shape) != (heads, tokens):
+        raise ValueError(
+            f"lse has shape {list(lse.shape)}: expected [{heads}, {tokens}]"
+        )
     check_same_device(q_nope=q_nope, q_pe=q_pe, w_uk=w_uk, w_uv=w_uv, out=out, lse=lse)
+    read = {"q_nope": q_nope, "q_pe": q_pe, "w_uk": w_uk, "w_uv": w_uv}
+    check_results(out, lse, read | {"kv_cache": kv_cache})
 
 
 def _check_batch(

@@ -13,6 +13,7 @@ from ..contract.latent_formats import (
 )
 from .attention_options import check_scale
 from .batch import check_block_ids, check_block_table, check_start_loc
+from .memory import check_results_apart
 from .primitives import FLOATS, check_dtype, check_same_device
 
 
@@ -141,6 +142,7 @@ def check_gather_latent_cache(
         block_table=block_table,
         seq_start_loc=seq_start_loc,
     )
+    check_results_apart({"latents": latents}, {"kv_cache": kv_cache})
     num_tokens = latents.shape[0]
     check_start_loc(
         "seq_start_loc", seq_start_loc, block_table.shape[0], num_tokens, contents

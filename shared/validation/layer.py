@@ -1,6 +1,7 @@
 """Validation of attention layers and of their scales."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -74,6 +75,16 @@ def check_scale_inputs(**tensors: Tensor | None) -> None:
             shape = None if tensor is None else list(tensor.shape)
             raise ValueError(
                 f"{name} has shape {shape}: expected at least one element to measure"
+            )
+
+
+def check_scale_types(**scales: object) -> None:
+    """Raise TypeError if a scale is neither a number nor a tensor."""
+    for name, scale in scales.items():
+        is_number = isinstance(scale, Real) and not isinstance(scale, bool)
+        if not (scale is None or is_number or isinstance(scale, Tensor)):
+            raise TypeError(
+                f"{name} = {scale!r}: expected a number or a tensor, or None"
             )
 
 

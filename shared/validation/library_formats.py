@@ -42,9 +42,11 @@ def check_format_heads(form: CacheFormat, layer: str, *head_sizes: int) -> None:
 
 def _names(*head_sizes: int) -> str:
     """Return the names of the formats that heads of these sizes can have."""
-    return ", ".join(
-        form.name
+    forms = [
+        form
         for form in FORMATS.values()
         if is_layer_format(form)
         and not any(size % form.head_size_step for size in head_sizes)
-    )
+    ]
+    aliases = [alias for form in forms for alias in form.aliases]
+    return ", ".join([*(form.name for form in forms), *aliases])

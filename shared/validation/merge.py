@@ -2,12 +2,11 @@
 
 import math
 
-import torch
 from torch import Tensor
 
+from .memory import check_results_apart
 from .primitives import FLOATS, check_dtype, check_same_device
-
-LSE_DTYPES = (torch.float32, torch.float64)
+from .results import LSE_DTYPES
 
 
 def check_merge(
@@ -36,6 +35,10 @@ def check_merge(
                 f"{name} has shape {list(tensor.shape)}: expected"
                 f" {list(prefix_output.shape)}, as prefix_output has"
             )
+    if output is not None:
+        check_dtype("output", output, *FLOATS)
+    if output_lse is not None:
+        check_dtype("output_lse", output_lse, *LSE_DTYPES)
     check_dtype("prefix_lse", prefix_lse, *LSE_DTYPES)
     check_dtype("suffix_lse", suffix_lse, prefix_lse.dtype)
     for name, tensor in (
@@ -54,6 +57,16 @@ def check_merge(
         suffix_lse=suffix_lse,
         output=output,
         output_lse=output_lse,
+    )
+    check_results_apart(
+        {"output": output, "output_lse": output_lse},
+        {
+            "prefix_output": prefix_output,
+            "suffix_output": suffix_output,
+            "prefix_lse": prefix_lse,
+            "suffix_lse": suffix_lse,
+        },
+        in_place=True,
     )
     _check_bases(prefix_lse_base, suffix_lse_base)
     count = prefill_tokens_with_context

@@ -20,6 +20,7 @@ from .primitives import (
     check_positive,
     check_same_device,
 )
+from .results import check_results
 from .step_shapes import check_multiple, check_ranks
 
 EXCHANGES = ("all_to_all", "reduce_scatter")
@@ -158,7 +159,9 @@ def check_rank_attention(
         "kv_heads",
         key_cache.shape[2],
     )
-    _check_results(query, head_size_of(value_cache), out, lse)
+    _check_results(
+        query, {"key_cache": key_cache, "value_cache": value_cache}, out, lse
+    )
     reject_options(
         options,
         tuple(option for option in options.given if option not in TAKEN),
@@ -225,6 +228,7 @@ def check_prefill_tokens(
         query, key_cache, value_cache, share.block_table, share.query_start_loc, share.seq_lens,
         share.max_query_len, share.max_seq_len, out, lse, options, contents, scale,
     )  # fmt: skip
+    check_results(out, lse, {"key": key, "value": value}, takes_fp8=True)
 
 
 def check_ring_tokens(
@@ -246,7 +250,7 @@ def check_ring_tokens(
             " the query"
         )
     check_multiple("query heads", query.shape[1], "kv_heads", key.shape[1])
-    _check_results(query, value.shape[-1], out, lse)
+    _check_results(query, {"key": key, "value": value}, out, lse)
     reject_options(
         options,
         tuple(option for option in options.given if option not in TAKEN_IN_A_RING),
@@ -288,10 +292,17 @@ def _check_causal(options: AttentionOptions) -> None:
 
 
 def _check_results(
-    query: Tensor, value_head_size: int, out: Tensor | None, lse: Tensor | None
+    query: Tensor, keys: dict[str, Tensor], out: Tensor | None, lse: Tensor | None
 ) -> None:
-    """Reject outputs and log-sum-exps of another shape or dtype."""
+    """Reject outputs and log-sum-exps of another shape or dtype, or in memory that is read.
+
+    Args:
+        query: [tokens, query_heads, head_size].
+        keys: The keys and then the values, by their arguments' names.
+        out, lse: Optional. The results.
+    """
     rows, heads = query.shape[:2]
+    value_head_size = head_size_of(list(keys.values())[1])
     for name, tensor, shape in (
         ("out", out, (rows, heads, value_head_size)),
         ("lse", lse, (heads, rows)),
@@ -302,8 +313,7 @@ def _check_results(
             )
         if tensor is not None:
             check_same_device(**{"query": query, name: tensor})
-    if out is not None:
-        check_dtype("out", out, *FLOATS)
+    check_results(out, lse, {"query": query, **keys})
 
 
 def check_tp_heads(

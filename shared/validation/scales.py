@@ -64,4 +64,7 @@ def check_scale(
     for number in numbers:
         # kernels take it in float32, in which 1e-50 is 0 and 1e39 infinite
         if not SMALLEST <= number <= LARGEST:
-            raise ValueError(f"{name} = {number}: expected a finite number above 0")
+            raise ValueError(
+                f"{name} = {number}: expected a finite number above 0, from {SMALLEST:.3g} to"
+                f" {LARGEST:.3g}, the normal numbers of float32"
+            )

@@ -117,7 +117,7 @@ def check_sparse_attention(
     """Validate sparse attention, before anything is computed."""
     check_caches(key_cache, value_cache)
     _check_format(key_cache, options)
-    check_query(query, key_cache, value_cache, out, lse)
+    check_query(query, {"key_cache": key_cache, "value_cache": value_cache}, out, lse)
     check_selection("slots", slots)
     tokens = query.shape[0]
     if slots.shape[0] != tokens:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .batch import check_start_loc
+from .memory import check_own_memory
 from .primitives import check_dtype, check_length, check_same_device
 
 
@@ -31,6 +32,7 @@ def check_rswa_query_ranges(
         check_dtype(name, tensor, torch.int32)
     if out.dim() != 2 or out.shape[1] != 2:
         raise ValueError(f"out has shape {list(out.shape)}: expected [rows, 2]")
+    check_own_memory(out=out)
     reqs = len(seq_lens)
     check_length("rswa_prefix_lens", rswa_prefix_lens, reqs, "requests")
     check_start_loc("query_start_loc", query_start_loc, reqs, out.shape[0], contents)

@@ -10,6 +10,7 @@ from ..contract.integers import LARGEST, as_array, as_int, as_ints
 from ..contract.kinds import HOST
 from ..contract.metadata_classes import CommonAttentionMetadata
 from .batch import check_start_loc
+from .memory import check_own_memory
 from .primitives import check_dtype, check_length, check_not_negative, check_positive
 
 MAX_INT32 = torch.iinfo(torch.int32).max
@@ -377,6 +378,7 @@ def check_query_ranges(
     check_dtype("out", out, torch.int32)
     if out.dim() != 2 or out.shape[1] != 2:
         raise ValueError(f"out has shape {list(out.shape)}: expected [rows, 2]")
+    check_own_memory(out=out)
     if num_tokens > out.shape[0]:
         raise IndexError(
             f"out has {out.shape[0]} rows: expected at least {num_tokens}, the new tokens of"

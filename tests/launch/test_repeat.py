@@ -840,11 +840,31 @@ def test_a_repeated_write_takes_addresses_as_they_were_recorded_only(
         assert not write.launch(given[0], (key_cache, key_cache), *given[2:])
 
 
+def test_a_repeated_write_to_one_address_is_validated_again(writes: Machine) -> None:
+    """Scales that are given may be one tensor; those that the write measures may not."""
+    direct = DirectLaunch(writes.launch, ("fixed",), True, 0)
+    new, slots = (torch.zeros(8), torch.zeros(8)), torch.zeros(8, dtype=torch.int64)
+    caches = torch.zeros(64), torch.zeros(64)
+    scales = torch.ones(1, 2, 1), torch.ones(1, 2, 1)
+    for measures in (False, True):
+        write = RepeatedWrite(direct=direct, measures_scales=measures, **WRITE)
+        for one_cache in (False, True):
+            for one_scale in (False, True):
+                launched = write.launch(
+                    new,
+                    (caches[0], caches[not one_cache]),
+                    slots,
+                    (scales[0], scales[not one_scale]),
+                )
+                assert launched == (not one_cache and not (measures and one_scale))
+
+
 def test_a_repeated_write_has_the_programs_of_its_own_tokens(writes: Machine) -> None:
     """Without slots, or with fewer new tokens than slots, it is validated and launched anew."""
     direct = DirectLaunch(writes.launch, ("fixed",), True, 0)
     write = RepeatedWrite(direct=direct, **WRITE)
-    cache, slots = torch.zeros(64), torch.zeros(32, dtype=torch.int64)
+    caches = torch.zeros(64), torch.zeros(64)
+    slots = torch.zeros(32, dtype=torch.int64)
     for tokens, others, stored, programs in (
         (9, 9, 9, 3),
         (9, 9, 4, 1),
@@ -854,7 +874,7 @@ def test_a_repeated_write_has_the_programs_of_its_own_tokens(writes: Machine) ->
     ):
         writes.launched.clear()
         new = torch.zeros(tokens), torch.zeros(others)
-        given = new, (cache, cache), slots[:stored], (None, None)
+        given = new, caches, slots[:stored], (None, None)
         assert write.launch(*given) == (programs is not None)
         found = [(launched[0], launched[-1][5]) for launched in writes.launched]
         assert found == ([] if programs is None else [(programs, stored)])

@@ -303,6 +303,23 @@ def test_both_twins_have_the_same_public_names(file: str) -> None:
     assert twin - reference == set(ONLY_IN_THE_TWIN.get(file, {}))
 
 
+def test_help_of_an_operator_names_the_docstring_with_its_arguments() -> None:
+    twins = [import_module(f"pagetwin.{name}") for name in ("reference", "optimized")]
+    named = {
+        name: found[1]
+        for name in twins[1].__all__
+        if (
+            found := re.search(
+                r"help\(pagetwin\.reference\.(\w+)\)",
+                getattr(twins[1], name).__doc__ or "",
+            )
+        )
+    }
+    assert {"paged_attention", "reshape_and_cache", "merge_attn_states"} <= set(named)
+    for name, target in named.items():
+        assert target == name and "Args:" in getattr(twins[0], target).__doc__
+
+
 @pytest.mark.parametrize(("concept", "operation"), WITH_TWINS)
 def test_both_twins_have_the_same_signature(concept: Concept, operation: str) -> None:
     ours, theirs = (

@@ -4,9 +4,9 @@ The layers of a model write the same shapes in every step. Validation, sizes and
 follow from what is equal, and from step to step only the number of tokens differs. So a signature
 leaves out addresses and tokens, and each write checks both: the addresses of new tokens and slots
 are multiples of 16, those of caches and scales have the recorded remainders, for which the kernel
-is specialized, there are as many new tokens as slots or more, the current device
-is the recorded one, and no profiler has hooks. A write that differs is validated and launched as
-before.
+is specialized, there are as many new tokens as slots or more, keys and values are written to
+different addresses, the current device is the recorded one, and no profiler has hooks. A write that
+differs is validated and launched as before.
 
 A repeated write holds sizes and a kernel, no tensors, and is never changed.
 """
@@ -41,6 +41,7 @@ class RepeatedWrite:
         cache_sizes: for each cache, what the kernel takes after its address and scale.
         remainders: for each cache, those of its address and of its scale's by 16.
         rest: the kernel's arguments after the number of slots.
+        measures_scales: whether the scales are written too.
     """
 
     direct: DirectLaunch
@@ -50,6 +51,7 @@ class RepeatedWrite:
     cache_sizes: tuple[tuple[Any, ...], ...]
     remainders: tuple[tuple[int, int], ...]
     rest: tuple[Any, ...]
+    measures_scales: bool = False
 
     def launch(
         self,
@@ -71,15 +73,23 @@ class RepeatedWrite:
         first, second, slots = one.data_ptr(), other.data_ptr(), slot_mapping.data_ptr()
         union = first | second | slots
         arguments = [(first, *self.new_sizes[0]), (second, *self.new_sizes[1])]
+        earlier = earlier_scale = 0
         for tensor, scale, sizes, (remainder, of_scale_remainder) in zip(
             caches, scales, self.cache_sizes, self.remainders, strict=True
         ):
             address = tensor.data_ptr()
+            if address == earlier:
+                return False
+            earlier = address
             union |= address - remainder
             if scale is None:
                 arguments.append((address, None, *sizes))
             elif isinstance(scale, Tensor):
                 of_scale = scale.data_ptr()
+                if of_scale == earlier_scale:
+                    return False
+                if self.measures_scales:
+                    earlier_scale = of_scale
                 union |= of_scale - of_scale_remainder
                 arguments.append((address, of_scale, *sizes))
             else:
@@ -177,6 +187,11 @@ def record_write(
         tuple(tuple(cache[2:]) for cache in caches),
         tuple((_remainder(cache[0]), _remainder(cache.scale)) for cache in caches),
         tuple(rest),
+        # those that are given have one axis at most
+        any(
+            isinstance(cache.scale, Tensor) and cache.scale.dim() > 1
+            for cache in caches
+        ),
     )
     WRITES.put(signature, made)
 

@@ -45,6 +45,37 @@ def out_of(call: Call, more: int = 0) -> Tensor:
     return torch.zeros(tokens, heads, size + more, dtype=call.dtype)
 
 
+def lse_of(call: Call) -> Tensor:
+    """Return a log-sum-exp for a call."""
+    tokens, heads, _ = call.query.shape
+    return torch.zeros(heads, tokens)
+
+
+def queries_as_output(call: Call) -> Changes:
+    """Return queries that are the output too."""
+    query = call.query.clone()
+    return {"query": query, "out": query}
+
+
+def results_in_one_place(call: Call) -> Changes:
+    """Return an output whose first numbers are the log-sum-exp's too."""
+    tokens, heads, _ = call.query.shape
+    out = torch.zeros(call.query.shape)
+    return {"out": out, "lse": out.view(-1)[: heads * tokens].view(heads, tokens)}
+
+
+def output_in(call: Call, name: str) -> Changes:
+    """Return an output in the memory of a cache, and that cache."""
+    cache = cache_of(call, name).clone().contiguous()
+    size = call.query.numel()
+    memory = torch.cat([cache.flatten(), cache.new_zeros(size)])
+    start = cache.numel() - 1
+    return {
+        name: memory[: cache.numel()].view(cache.shape),
+        "out": memory[start : start + size].view(call.query.shape),
+    }
+
+
 def ranges_of(call: Call, numbers: int = 2) -> Tensor:
     """Return query ranges for a call; they are valid if `numbers` is 2."""
     return torch.zeros(len(call.query), numbers, dtype=torch.int32)
@@ -151,6 +182,36 @@ SHAPES: dict[str, Change] = {
     },
     "sinks on another device": lambda call: {"sinks": torch.ones(4, device="meta")},
 }
+SHAPES |= {
+    f"an output of {dtype}".replace("torch.", ""): lambda call, dtype=dtype: {  # type: ignore[misc]
+        "out": torch.zeros(call.query.shape, dtype=dtype)
+    }
+    for dtype in (
+        *(torch.bool, torch.int8, torch.uint8, torch.int32, torch.complex64),
+        torch.float8_e8m0fnu,
+    )
+}
+SHAPES |= {
+    f"a log-sum-exp of {dtype}".replace("torch.", ""): lambda call, dtype=dtype: {  # type: ignore[misc]
+        "lse": lse_of(call).to(dtype)
+    }
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.bool, torch.int32, torch.complex64),
+    )
+}
+SHAPES |= {
+    "an output with one row for all tokens": lambda call: {
+        "out": out_of(call)[:1].expand(call.query.shape)
+    },
+    "an output with one number per head": lambda call: {
+        "out": out_of(call)[..., :1].expand(call.query.shape)
+    },
+    "a log-sum-exp with one number per head": lambda call: {
+        "lse": lse_of(call)[:, :1].expand(4, len(call.query))
+    },
+    "queries as output": queries_as_output,
+    "an output and a log-sum-exp in one place": results_in_one_place,
+}
 SHAPES |= SCALARS | {
     f"out_scale = {number}": lambda call, number=number: {
         "out": out_of(call).to(E4M3),
@@ -197,6 +258,8 @@ PAGED_SHAPES: dict[str, Change] = {
     "a tree that is not square": lambda call: {"tree_mask": TREE[:, :3]},
     "a tree for other requests": lambda call: {"tree_mask": TREE[:1]},
     "a tree of numbers": lambda call: {"tree_mask": TREE.float()},
+    "an output in the key cache": lambda call: output_in(call, "key_cache"),
+    "an output in the value cache": lambda call: output_in(call, "value_cache"),
     "a scale of keys that have none": lambda call: {"k_scale": 1.0},
     "a scale of values that have none": lambda call: {"v_scale": 1.0},
     "lengths on another device": lambda call: {

@@ -223,6 +223,28 @@ def gathered_codes_of_a_format_are_codes_times_scales(
 
 
 SIZES = CacheSizes(3, 4, 2, 8, 8, torch.int8)
+
+
+def overlapping_scales(cache: CodedCache) -> dict[str, Any]:
+    """Return scales of keys and of values that begin one scale apart in one tensor."""
+    scale = cache.k_scale
+    memory = scale.new_empty(scale.numel() + 1)
+    return {
+        "k_scale": memory[:-1].view(scale.shape),
+        "v_scale": memory[1:].view(scale.shape),
+    }
+
+
+def scales_in_codes(cache: CodedCache) -> dict[str, Any]:
+    """Return codes of keys, and scales of keys that begin in the last block of them."""
+    codes, scale = cache.key.contiguous(), cache.k_scale
+    start = codes.numel() - 16
+    memory = torch.zeros(start + scale.nbytes, dtype=torch.uint8, device=codes.device)
+    key = memory[: codes.numel()].view(codes.dtype).view(codes.shape)
+    found = memory[start : start + scale.nbytes].view(scale.dtype)
+    return {"key_cache": key, "k_scale": found.view(scale.shape)}
+
+
 WRONG_WRITES: dict[str, Callable[[CodedCache], dict[str, Any]]] = {
     "codes without scales": lambda cache: {"k_scale": None, "v_scale": None},
     "one number for all keys": lambda cache: {"k_scale": 0.5},
@@ -237,6 +259,18 @@ WRONG_WRITES: dict[str, Callable[[CodedCache], dict[str, Any]]] = {
         "key": torch.ones(
             2, 2, head_size_of(cache.key), dtype=torch.int8, device=cache.key.device
         )
+    },
+    "one tensor for codes of keys and values": lambda cache: {"value_cache": cache.key},
+    "one tensor for scales of keys and values": lambda cache: {
+        "v_scale": cache.k_scale
+    },
+    "scales that overlap by all but the first": overlapping_scales,
+    "scales in one place": lambda cache: {
+        "k_scale": cache.k_scale[:1].expand(cache.k_scale.shape)
+    },
+    "scales of keys in the codes of keys": scales_in_codes,
+    "codes in one place": lambda cache: {
+        "key_cache": cache.key[:1].expand(cache.key.shape)
     },
     "the name of another format": lambda cache: {"kv_cache_dtype": "fp8_e4m3"},
     "a name that no format has": lambda cache: {"kv_cache_dtype": "int4"},

@@ -68,6 +68,23 @@ def invalid_swap(pairs: Any) -> Callable[[Any, Tensor], Any]:
     )
 
 
+def one_block(cache: Tensor) -> Tensor:
+    """Return a cache whose blocks are all in one place."""
+    return cache[:1].expand_as(cache)
+
+
+def one_cache(candidate: Any, cache: Tensor) -> Any:
+    """Write keys and values to the same cache."""
+    return invalid_write(value_cache=cache[0])(candidate, cache)
+
+
+def overlapping_caches(candidate: Any, cache: Tensor) -> Any:
+    """Write to a cache for keys, and to one for values that begins in its last block."""
+    blocks = cache.flatten(0, 1)
+    write = invalid_write(key_cache=blocks[:3], value_cache=blocks[2:5])
+    return write(candidate, cache)
+
+
 def ints(*numbers: Any) -> Tensor:
     """Return int32 numbers."""
     return torch.tensor(numbers, dtype=torch.int32)
@@ -101,6 +118,25 @@ REJECTED: dict[str, tuple[torch.dtype, Callable[[Any, Tensor], Any]]] = {
             value_cache=lambda c: c[..., :1, :]
         ),
         "scales for a cache that is not FP8": invalid_write(k_scale=0.5, v_scale=0.5),
+        "one cache for keys and values": one_cache,
+        "caches that overlap by a block": overlapping_caches,
+        "an expanded key cache": invalid_write(key_cache=one_block),
+        "an expanded value cache": invalid_write(value_cache=one_block),
+        "heads of a cache that overlap": invalid_write(
+            value_cache=lambda c: c.as_strided(c.shape, (64, 16, 4, 1))
+        ),
+        "a copy in an expanded cache": lambda candidate, cache: candidate.copy_blocks(
+            [cache[:, :1].expand_as(cache)], torch.tensor([[0, 1]])
+        ),
+        "a swap into an expanded cache": lambda candidate, cache: candidate.swap_blocks(
+            cache.clone(), cache[:, :1].expand_as(cache), torch.tensor([[0, 1]])
+        ),
+        "a swap of a block that is read and written": lambda candidate, cache: (
+            candidate.swap_blocks(cache, cache, torch.tensor([[0, 1], [1, 2]]))
+        ),
+        "a swap into a part of the source": lambda candidate, cache: (
+            candidate.swap_blocks(cache, cache[:, 1:], torch.tensor([[0, 1]]))
+        ),
         "values read from another dtype": invalid_read(value_cache=torch.Tensor.half),
         "values read from fewer blocks": invalid_read(value_cache=lambda c: c[:2]),
         "values read from fewer heads": invalid_read(

@@ -299,6 +299,11 @@ UNFIT: dict[str, Change] = {
     "sinks for other heads": lambda call: {"sinks": torch.ones(3)},
     "an FP8 output": lambda call: {"out": torch.zeros(5, 4, 16).to(torch.float8_e5m2)},
     "an output of another shape": lambda call: {"out": torch.zeros(5, 4, 15)},
+    "an output of integers": lambda call: {"out": torch.zeros(5, 4, 16).int()},
+    "an expanded output": lambda call: {"out": torch.zeros(5, 1, 16).expand(5, 4, 16)},
+    "an output in the key cache": lambda call: {
+        "out": call.arguments["key_cache"].view(-1)[: 5 * 4 * 16].view(5, 4, 16)
+    },
     "a scale of a cache that has none": lambda call: {"k_scale": 1.0},
 }
 

@@ -311,6 +311,13 @@ UNFIT: dict[str, Change] = {
     "ranges": lambda call: {"query_ranges": torch.zeros(4, 2, dtype=torch.int32)},
     "lengths of 64 bits": lambda call: {"seq_lens": call.arguments["seq_lens"].long()},
     "sinks for other heads": lambda call: {"sinks": torch.ones(3)},
+    "an output of integers": lambda call: {
+        "out": call.query.new_zeros(call.query.shape).int()
+    },
+    "a log-sum-exp of 16 bits": lambda call: {
+        "lse": call.query.new_zeros(call.query.shape[1], 4, dtype=torch.float16)
+    },
+    "queries as output": lambda call: {"out": call.query},
 }
 CONTENTS: dict[str, Change] = {
     "more new tokens than keys": lambda call: {
@@ -333,9 +340,11 @@ CONTENTS: dict[str, Change] = {
 
 def expect_rejected(setting: Setting, what: str, change: Change) -> None:
     call = TWO.share(TWO.whole(setting.device), 1)
-    call = call.changed(**change(call))
-    out = torch.full(call.query.shape, 7.0, device=setting.device)
-    lse = torch.full((call.query.shape[1], 4), NAN, device=setting.device)
+    changes = change(call)
+    shape = call.query.shape
+    out = changes.pop("out", torch.full(shape, 7.0, device=setting.device))
+    lse = changes.pop("lse", torch.full((shape[1], 4), NAN, device=setting.device))
+    call = call.changed(**changes)
     with kept(out=out, lse=lse):
         expect_rejection(
             what,

@@ -245,6 +245,12 @@ def ints(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+def lse_in_latents(given: dict[str, Any]) -> dict[str, Any]:
+    """Return new latents whose first numbers are the log-sum-exps too."""
+    latents = given["kv_c"].contiguous()
+    return {"kv_c": latents, "lse": latents.view(-1)[:12].view(3, 4)}
+
+
 UNFIT: dict[str, Change] = {
     "a cache of four axes": lambda given: {"kv_cache": given["kv_cache"][None]},
     "a cache of another width": lambda given: {"kv_cache": given["kv_cache"][..., :23]},
@@ -276,6 +282,10 @@ UNFIT: dict[str, Change] = {
     "an FP8 output": lambda given: {"out": torch.zeros(4, 3, 16).to(FP8[0])},
     "a log-sum-exp of tokens by heads": lambda given: {"lse": torch.zeros(4, 3)},
     "a log-sum-exp of 16 bits": lambda given: {"lse": torch.zeros(3, 4).half()},
+    "an expanded output": lambda given: {"out": torch.zeros(1, 1, 16).expand(4, 3, 16)},
+    "an output in the cache": lambda given: {
+        "out": given["kv_cache"].view(-1)[: 4 * 3 * 16].view(4, 3, 16)
+    },
     "a cap": lambda given: {"logits_soft_cap": 30.0},
     "a scale of values": lambda given: {"v_scale": 0.5},
     "no causal mask": lambda given: {"causal": False},
@@ -284,6 +294,7 @@ DECODE: dict[str, Change] = {"a window of nothing": lambda given: {"sliding_wind
 PREFILL: dict[str, Change] = {
     "a window": lambda given: {"sliding_window": 7},
     "latents of other tokens": lambda given: {"kv_c": given["kv_c"][:3]},
+    "a log-sum-exp in the latents": lse_in_latents,
     "latents of another width": lambda given: {"kv_c": given["kv_c"][:, :15]},
     "rope keys of another dtype": lambda given: {"k_pe": given["k_pe"].half()},
     "a negative context": lambda given: {"num_context_tokens": -1},

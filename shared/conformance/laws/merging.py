@@ -445,6 +445,12 @@ def good_states() -> dict[str, Any]:
     }
 
 
+def output_in_prefix() -> dict[str, Any]:
+    """Return an output that begins in the second row of a partial result."""
+    memory = torch.zeros(3, 3, 4)
+    return {"prefix_output": memory[:2], "output": memory[1:]}
+
+
 UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
     "suffix of another size": lambda: {"suffix_output": torch.zeros(2, 3, 5)},
     "suffix of other tokens": lambda: {"suffix_output": torch.zeros(3, 3, 4)},
@@ -456,6 +462,10 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
     "second log-sum-exp of tokens by heads": lambda: {"suffix_lse": torch.zeros(2, 3)},
     "joint log-sum-exp of tokens by heads": lambda: {"output_lse": torch.zeros(2, 3)},
     "log-sum-exp of 16 bits": lambda: {"prefix_lse": torch.zeros(3, 2).half()},
+    "output of integers": lambda: {"output": torch.full((2, 3, 4), 7)},
+    "joint log-sum-exp of 16 bits": lambda: {"output_lse": torch.ones(3, 2).half()},
+    "expanded output": lambda: {"output": torch.full((2, 1, 4), 7.0).expand(2, 3, 4)},
+    "output from the second row of the prefix on": output_in_prefix,
     "log-sum-exps of two dtypes": lambda: {"suffix_lse": torch.zeros(3, 2).double()},
     "more tokens with a prefix than there are": lambda: {
         "prefill_tokens_with_context": 3

@@ -125,6 +125,8 @@ UNFIT_RINGS: dict[str, dict[str, Any]] = {
     "no causal mask": {"options": AttentionOptions(causal=False)},
     "sinks for other heads": {"options": AttentionOptions(sinks=torch.ones(5))},
     "an output of another shape": {"out": torch.zeros(3, 4, 5)},
+    "an output of integers": {"out": torch.zeros(3, 2, 16).int()},
+    "an expanded log-sum-exp": {"lse": torch.zeros(2, 1).expand(2, 3)},
     "keys of another size": {"key": torch.ones(3, 2, 8)},
     "heads that do not divide": {"key": torch.ones(3, 3, 16)},
 }

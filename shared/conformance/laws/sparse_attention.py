@@ -470,6 +470,9 @@ BAD_CALLS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "a window": {"sliding_window": 3},
     "slots in 64 bits": {"slots": torch.zeros(4, 7, dtype=torch.int64)},
+    "an output of integers": {"out": torch.int32},
+    "a log-sum-exp of 16 bits": {"lse": torch.float16},
+    "queries as output": {},
 }
 
 
@@ -486,8 +489,18 @@ def impossible_calls_of_sparse_attention_are_rejected(
         name: value.to(setting.device) if isinstance(value, Tensor) else value
         for name, value in changes.items()
     }
-    out = call.query.new_full(call.query.shape, 7.0)
+    shape = call.query.shape
+    out = torch.full(shape, 7.0, device=setting.device)
+    out = (
+        call.query
+        if what == "queries as output"
+        else out.to(changes.pop("out", call.query.dtype))
+    )
+    lse = torch.full((shape[1], shape[0]), 7.0, device=setting.device)
+    lse = lse.to(changes.pop("lse", torch.float32))
     operation = getattr(setting.candidate, ATTEND)
     expect_rejection(
-        what, lambda: call.run(operation, out=out, **changes), {"the output": out}
+        what,
+        lambda: call.run(operation, out=out, lse=lse, **changes),
+        {"the output": out, "the log-sum-exp": lse},
     )
