@@ -104,13 +104,13 @@ WIDE_ROWS = [
             CacheSizes(6, 16, kv_heads, size, value_size, torch.float32),
             ("packed", "packed"),
             1,
-            seed,
+            seed + number * len(CODED),
         ),
-        seed,
+        seed + number * len(CODED),
     )
     for seed in range(len(CODED))
-    for kv_heads, size, value_size in (
-        (8, 128, 128), (3, 80, 40), (1, 512, 16), (40, 128, 64)
+    for number, (kv_heads, size, value_size) in enumerate(
+        ((8, 128, 128), (3, 80, 40), (1, 512, 16), (40, 128, 64), (2, 128, 128))
     )
 ]  # fmt: skip
 """Rows of sizes that models have, in each format, and more heads than a kernel's tile has."""
@@ -132,7 +132,7 @@ def a_cache_of_codes_holds_the_codes_and_scales_of_each_token(
     setting: Setting, case: CodedWrite
 ) -> None:
     """Scales that are given are only read. Nothing else changes, in whatever order pages are."""
-    form, dtype = format_of(case.seed), DTYPES[case.seed % 3]
+    form, dtype = format_of(case.seed), DTYPES[case.seed // len(CODED) % 3]
     write = replace(case.write, sizes=fit_sizes(form, case.write.sizes))
     cache = make_coded(form, write.sizes, setting.device, case.seed)
     right = cache.copied(form)
