@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...contract.cache_formats import head_size_of
+from ...validation.memory import share_memory
 from ..attention.cascade import cascade_attention
 from ..attention.paged import paged_attention
 from ..cache.cache_ops import reshape_and_cache
@@ -107,7 +108,12 @@ _MakeCall = Callable[[int], AttentionCall]
 
 
 def _warm_cache_write(spec: WarmUpSpec) -> Iterator[WarmedKernel]:
-    """Launch the cache write without a token that is stored."""
+    """Launch the cache write without a token that is stored.
+
+    Values that are part of the keys, as those of latents are, have another write.
+    """
+    if share_memory(spec.key_cache, spec.value_cache):
+        return
     of_token = (1, spec.key_cache.shape[2])
     device, options = spec.key_cache.device, spec.options[0]
     key = torch.zeros(

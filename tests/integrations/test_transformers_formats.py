@@ -278,7 +278,7 @@ def test_a_format_that_heads_do_not_fill_is_rejected_with_those_that_fit() -> No
     words = (
         r"cache_format = 'int4_per_token_head' and heads of 9 elements in Layer: expected a"
         r" multiple of 2, or one of auto, fp8_e4m3, fp8_e5m2, int8_per_token_head,"
-        r" fp8_per_token_head$"
+        r" fp8_per_token_head, fp8, fp8_inc$"
     )
     with pytest.raises(ValueError, match=words):
         Pages.like(keys, keys, 4, 4, FORMATS["int4_per_token_head"], "Layer")

@@ -310,7 +310,7 @@ def test_an_interpreter_that_is_switched_on_too_late_raises_one_sentence() -> No
         "cache, slots = torch.zeros(1, 4, 1, 16), torch.tensor([0])\n"
         "starts = torch.tensor([0, 1], dtype=torch.int32)\n"
         "for call in (\n"
-        "    lambda: optimized.reshape_and_cache(one, one, cache, cache, slots),\n"
+        "    lambda: optimized.reshape_and_cache(one, one, cache, cache.clone(), slots),\n"
         "    lambda: optimized.encoder_attention(one, one, one, starts, starts, 1, 1),\n"
         "):\n"
         "    try:\n        call()\n"
