@@ -8,9 +8,11 @@ import pytest
 import torch
 from pagetwin.conformance.cases.batches import BatchPlan
 from pagetwin.contract.attention_options import AttentionOptions
+from pagetwin.optimized.kernels.sm90.code_prefill import family as code_prefill
 from pagetwin.optimized.kernels.sm90.prefill import family
 from pagetwin.optimized.kernels.sm90.prefill import plan as prefill_plan
 from pagetwin.optimized.kernels.sm90.prefill.plan import NARROW, WIDE, PrefillPlan
+from pagetwin.optimized.runtime import cost_layer
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from pagetwin.optimized.runtime.family import BatchLimits
 from support.compile_prefill_sm90 import BF16
@@ -27,8 +29,13 @@ from support.twins import Twin
 
 __all__ = ["own_counters"]
 
-PREFERS_NARROW = PrefillPlan.prefers_narrow
-"""Before a fixture replaces it."""
+NARROW_CASES = [
+    name
+    for name, case in CASES.items()
+    # tiles of whole tokens have one width
+    if name.startswith("prefill")
+    and (64 % case.plan.group == 0 or case.plan.group > 64)
+]
 SHORT = (180, 215, 112, 262, 305, 139, 106, 94, 70, 265, 341, 208)
 MEASURED: list[tuple[int, tuple[int, int], Sequence[int], float]] = [
     # query heads, sizes of keys and values, prompts; time with one warpgroup divided by that with
@@ -79,30 +86,35 @@ def test_the_chosen_width_takes_at_most_5_percent_more_than_the_other_one(
     assert (ratio if is_narrow else 1 / ratio) <= 1.05
 
 
-@pytest.mark.usefixtures("narrow")
-def test_a_window_bounds_the_keys_that_decide_the_width(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prefill_plan, "count_processors", lambda _: 132)
-    for options, is_narrow in (({}, False), ({"sliding_window": 100}, True)):
-        call = make_call((8192,), (8, 8), (128, 128), **options)
-        assert PREFERS_NARROW(family.plan(call), call) is is_narrow
-
-
-@pytest.mark.usefixtures("narrow")
-def test_every_plan_has_one_of_each_width_and_a_warm_up_launches_both() -> None:
-    """Of query tiles of one head, too, and of queries that are fitted to float16."""
-    made = family.plan(make_call((40,), (10, 2), (128, 128)))
-    for plan in (made, made.packed, made.fitted(), made.fitted().packed):
-        assert plan is not None and plan.narrow is not None
-        assert plan.narrow.config == plan.config._replace(CONSUMERS=1)
-        assert plan.narrow.tile_rows == 64 and plan.narrow.narrow is None
-        assert type(plan.narrow) is type(plan)
+def test_a_plan_has_one_of_each_width_and_a_warm_up_launches_both() -> None:
+    made = family.plan(make_call((40,), (32, 8), (128, 128)))
+    assert made.narrow is not None and made.narrow.narrow is None
+    assert made.narrow.config == made.config._replace(CONSUMERS=1)
+    assert made.narrow.tile_rows == 64
+    assert made.fitted().narrow is None
     bounds = list(made.bounds(BatchLimits(4, 512, 4096, 16)))
-    lens = {warm.max_query_len for warm in bounds}
-    assert {(warm.max_query_len, warm.task.division) for warm in bounds} == {
-        (length, division) for length in lens for division in (NARROW, WIDE)
-    }
+    assert [warm.task.division for warm in bounds] == [WIDE, NARROW]
+
+
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_a_warm_up_launches_boxes_of_8_rows_for_requests_that_are_not_copied(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The family before this one takes long requests, so a warm-up left these boxes out."""
+    monkeypatch.setattr(cost_layer, "count_processors", lambda _: 132)
+    call = make_call((40,), (32, 8), (128, 128))
+    cache = torch.empty(512, block_size, 8, 128, dtype=BF16, device="meta")
+    call = call._replace(key=cache, value=cache)
+    copied = code_prefill.plan(call) if block_size == 8 else None
+    left = [
+        warm.max_query_len
+        for warm in family.plan(call).bounds(BatchLimits(4, 2048, 4096, 16))
+        if copied is None
+        or not copied.takes(
+            call._replace(max_query_len=warm.max_query_len, max_key_len=4096)
+        )
+    ]
+    assert set(left) == ({5} if block_size == 8 else {2048})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +135,6 @@ def test_calls_of_kinds_that_are_not_measured_have_one_width(
 ) -> None:
     made = family.plan(make_call((40,), heads, sizes, **options))
     assert (made.narrow is not None) is has_narrow
-    assert made.packed is None or made.packed.narrow is None
     widths = {warm.task.division for warm in made.bounds(BatchLimits(4, 512, 4096, 16))}
     assert widths == ({NARROW, WIDE} if has_narrow else {WIDE})
 
@@ -131,7 +142,7 @@ def test_calls_of_kinds_that_are_not_measured_have_one_width(
 @pytest.mark.long
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interprets the kernels")
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("prefill")])
+@pytest.mark.parametrize("name", NARROW_CASES)
 def test_every_row_of_narrow_tiles_is_right_in_the_interpreter(
     name: str, reference: Twin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +178,7 @@ def test_every_row_of_narrow_tiles_is_within_its_error_budget(
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("group", [1, 7, 8])
+@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_narrow_tiles_with_options_are_within_their_error_budget(
     name: str, group: int, causal: bool, head_size: int, reference: Twin

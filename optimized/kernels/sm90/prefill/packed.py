@@ -44,9 +44,7 @@ def plan_packed(base: PrefillPlan) -> "PackedPlan | None":
     config = base.config._replace(GROUP=group)
     # `box_rows` of the kernel, which only Triton calls: version 3.6 gives it a tuple
     q_box, out_box = ((rows // 8, 8, base.boxes[index][-1]) for index in (0, 3))
-    made = PackedPlan.derive(base, config, (q_box, *base.boxes[1:3], out_box))
-    made.with_narrow()
-    return made
+    return PackedPlan.derive(base, config, (q_box, *base.boxes[1:3], out_box))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from ....runtime.chip import count_processors
 from ....runtime.cost_layer import BatchBounds, Layer
 from ....runtime.family import BatchLimits, Estimate, Task, Warm
 from ....runtime.workspace import find_workspace
-from ..common.config import WARPGROUP_M, Sm90Config
+from ..common.config import SWIZZLE_ROWS, WARPGROUP_M, Sm90Config
 from ..common.plan import Sm90Plan
 from ..common.traits import clears_padding
 from .cost import estimate_hopper_prefill
@@ -90,7 +90,7 @@ class PrefillPlan(Sm90Plan):
             dtype=torch.float16,
             constants={"config": config},
             packed=None if self.packed is None else self.packed.fitted(),
-            narrow=None if self.narrow is None else self.narrow.fitted(),
+            narrow=None,
             _tensor_maps={},
         )
 
@@ -103,16 +103,11 @@ class PrefillPlan(Sm90Plan):
 
     def prefers_narrow(self, call: AttentionCall) -> bool:
         """Return whether a batch has few enough KV tiles, as its bounds say: NARROW_TILES."""
-        config, query_len = self.config, call.max_query_len
         keys = call.max_key_len
-        if config.CAUSAL:
-            # a token of a prompt attends to half of its tokens on average
-            keys -= min(keys, query_len) // 2
-        visible = config.WINDOW or config.CHUNK_SIZE
-        if visible:
-            keys = min(keys, visible + config.BLOCK_N)
+        # a token of a prompt attends to half of its tokens on average
+        keys -= min(keys, call.max_query_len) // 2
         items = self.count_items(call, WARPGROUP_M.value)
-        kv_tiles = items * max(1, -(-keys // config.BLOCK_N))
+        kv_tiles = items * max(1, -(-keys // self.config.BLOCK_N))
         return kv_tiles <= NARROW_TILES * count_processors(call.query.device)
 
     def count_items(self, call: AttentionCall, tile_rows: int) -> int:
@@ -151,11 +146,14 @@ class PrefillPlan(Sm90Plan):
             return
         task, keys = Task(limits.short_rows), limits.max_key_len
         least = limits.short_rows // self.group_size + 1
-        for query_len in self.prefill_lens(least, limits.max_query_len):
+        lens = set(self.prefill_lens(least, limits.max_query_len))
+        if self.boxes[1][0] == SWIZZLE_ROWS.value:
+            # `sm90 code prefill` may take longer requests, and copies their keys first
+            lens.add(least)
+        for query_len in sorted(lens):
             is_packed = self.packed is not None and self.packed.is_chosen(query_len)
-            chosen = self.packed if is_packed else self
-            assert chosen is not None
-            for division in (WIDE, NARROW) if chosen.narrow is not None else (WIDE,):
+            has_both = self.narrow is not None and not is_packed
+            for division in (WIDE, NARROW) if has_both else (WIDE,):
                 of_tile = task._replace(division=division)
                 yield Warm(type(self).__name__, 1, query_len, keys, of_tile)
 
@@ -192,7 +190,7 @@ class PrefillPlan(Sm90Plan):
             return
         packed = self.packed
         if packed is not None and packed.is_chosen(call.max_query_len):
-            packed.launch_prefill(call, short_rows, scales, key_factors, division)
+            packed.launch_prefill(call, short_rows, scales, key_factors)
             if packed.is_usable:
                 return
             self.packed = None
@@ -201,7 +199,6 @@ class PrefillPlan(Sm90Plan):
             division == NARROW or (not division and self.prefers_narrow(call))
         ):
             narrow.launch_prefill(call, short_rows, scales, key_factors)
-            self.is_usable = narrow.is_usable
             return
         given = self.name_arguments(call)
         tokens, device = call.query.shape[0], call.query.device
