@@ -52,11 +52,10 @@ def make_kept(
         with torch.cuda.stream(own):
             made = make()
         own.synchronize()
+        for tensor in made:
+            if tensor.is_cuda:
+                tensor.record_stream(user)
         return made
 
     with ThreadPoolExecutor(1) as thread:
-        made = thread.submit(make_on_own_stream).result()
-    for tensor in made:
-        if tensor.is_cuda:
-            tensor.record_stream(user)
-    return made
+        return thread.submit(make_on_own_stream).result()

@@ -112,13 +112,10 @@ class BatchTensors:
     def to(self, device: torch.device) -> "BatchTensors":
         """Return the batch on another device, with the same strides."""
         moved: dict[str, Any] = {
-            name: value.to(device)
+            name: put_on(value, device)
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        if device.type != "cpu":
-            for name in ("query", "key_cache", "value_cache"):
-                moved[name] = to_strided(getattr(self, name), device)
         return replace(self, **moved)
 
     @property
@@ -127,12 +124,20 @@ class BatchTensors:
         return sum(self.plan.query_lens)
 
 
+def put_on(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, with the same strides; itself if it is there."""
+    return tensor if tensor.device.type == device.type else to_strided(tensor, device)
+
+
 def to_strided(tensor: Tensor, device: torch.device) -> Tensor:
-    # .to() packs views; this keeps the strides, with NaN between the elements
+    # .to() packs views; this keeps the strides, with poison between the elements
     spans = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((max(size, 1) - 1) * stride for size, stride in spans)
     offset = tensor.storage_offset()
-    base = torch.full((offset + extent,), NAN, dtype=tensor.dtype, device=device)
+    dtype = tensor.dtype
+    is_float = dtype.is_floating_point
+    poison = NAN if is_float else dtype != torch.bool and torch.iinfo(dtype).max
+    base = torch.full((offset + extent,), poison, dtype=dtype, device=device)
     moved = base.as_strided(tensor.shape, tensor.stride(), offset)
     return moved.copy_(tensor)
 

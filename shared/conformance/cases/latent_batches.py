@@ -30,6 +30,7 @@ from .batches import (
     draw_lengths,
     draw_rows,
     needle_position,
+    put_on,
     table_of_rows,
 )
 from .caches import FP8
@@ -338,11 +339,11 @@ def build_latents(plan: LatentPlan, device: torch.device) -> LatentBatch:
     fused = fused.to(plan.dtype)
     batch = replace(batch, kv_c=fused[:, :rank], k_pe=fused[:, rank : rank + rope])
     moved: dict[str, Any] = {
-        name: value.to(device)
+        name: put_on(value, device)
         for name, value in vars(batch).items()
         if isinstance(value, Tensor)
     }
-    return batch if device.type == "cpu" else replace(batch, **moved)
+    return replace(batch, **moved)
 
 
 @st.composite

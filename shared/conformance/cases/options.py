@@ -29,7 +29,7 @@ from ..oracles.brute_force import (
     quantise_by_hand,
 )
 from ..oracles.cache_formats import decode_by_hand
-from .batches import NAN, BatchPlan, build
+from .batches import NAN, BatchPlan, build, put_on
 from .forms import laid_out
 from .option_pairs import Choice
 
@@ -88,7 +88,7 @@ class Call:
         given = {name: v for name, v in self.arguments.items() if name not in changes}
         for name, value in changes.items():
             if isinstance(value, Tensor) and value.device.type != "meta":
-                given[name] = value.to(self.query.device)
+                given[name] = put_on(value, self.query.device)
             elif value is not None:
                 given[name] = value
         return replace(self, arguments=given)

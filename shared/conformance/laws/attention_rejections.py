@@ -397,15 +397,15 @@ def expect_rejected(setting: Setting, what: str, call: Call, change: Change) -> 
     """
     if not setting.candidate.promises_all:
         run_call(setting, call)  # the valid call must not raise
-    changes = change(call)
     shape = call.query.shape
     results: dict[str, Tensor] = {}
-    if call.out_dtype is not None:
-        results["out"] = torch.full(shape, 7.0, dtype=call.out_dtype)
-    if call.wants_lse:
-        results["lse"] = torch.full((shape[1], shape[0]), 7.0)
+    with setting.device:
+        changes = change(call)
+        if call.out_dtype is not None:
+            results["out"] = torch.full(shape, 7.0, dtype=call.out_dtype)
+        if call.wants_lse:
+            results["lse"] = torch.full((shape[1], shape[0]), 7.0)
     results |= {name: changes.pop(name) for name in ("out", "lse") if name in changes}
-    results = {name: result.to(setting.device) for name, result in results.items()}
     removed = [name for name, value in changes.items() if value is None]
     bad = call.changed(**changes)
     arguments = bad.arguments | dict.fromkeys(removed)

@@ -328,9 +328,10 @@ CONTENTS: dict[str, Change] = {
 
 def expect_rejected(setting: Setting, what: str, change: Change) -> None:
     call = cascade(TWO.call(setting.device), TWO.prefix_len)
-    changes = change(call)
-    out = changes.pop("out", torch.full((5, 4, 16), 7.0)).to(setting.device)
-    lse = torch.full((4, 5), NAN, device=setting.device)
+    with setting.device:
+        changes = change(call)
+        out = changes.pop("out", torch.full((5, 4, 16), 7.0))
+        lse = torch.full((4, 5), NAN)
     call = call.changed(**changes)
     with kept(out=out, lse=lse):
         expect_rejection(

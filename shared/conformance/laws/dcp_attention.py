@@ -340,10 +340,11 @@ CONTENTS: dict[str, Change] = {
 
 def expect_rejected(setting: Setting, what: str, change: Change) -> None:
     call = TWO.share(TWO.whole(setting.device), 1)
-    changes = change(call)
     shape = call.query.shape
-    out = changes.pop("out", torch.full(shape, 7.0, device=setting.device))
-    lse = changes.pop("lse", torch.full((shape[1], 4), NAN, device=setting.device))
+    with setting.device:
+        changes = change(call)
+        out = changes.pop("out", torch.full(shape, 7.0))
+        lse = changes.pop("lse", torch.full((shape[1], 4), NAN))
     call = call.changed(**changes)
     with kept(out=out, lse=lse):
         expect_rejection(

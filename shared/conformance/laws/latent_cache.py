@@ -17,7 +17,7 @@ from torch import Tensor
 from ...contract.attention_options import pack_options
 from ...contract.kinds import PAD_SLOT_ID
 from ..candidates.setting import Setting
-from ..cases.batches import DTYPES, NAN
+from ..cases.batches import DTYPES, NAN, put_on
 from ..cases.caches import FP8
 from ..cases.latent_batches import (
     LAYOUTS,
@@ -120,7 +120,7 @@ def a_latent_and_its_rope_key_are_written_to_their_slot(
     parts = source[:, : write.rank], source[:, write.rank : width]
     if not write.wide:
         parts = parts[0].contiguous(), parts[1].contiguous()
-    cache = empty_latent_cache(plan, write.blocks).to(setting.device)
+    cache = put_on(empty_latent_cache(plan, write.blocks), setting.device)
     right = copy_of(cache)
     for token, slot in enumerate(write.slots):
         if slot < 0:
@@ -315,15 +315,12 @@ PREFILL_CONTENTS: dict[str, Change] = {
 def expect_rejected(setting: Setting, way: str, what: str, change: Change) -> None:
     batch = build_latents(LatentPlan((3, 1), (20, 9)), setting.device)
     given = arguments_of(batch, way)
-    given |= {"out": torch.full((4, 3, 16), 7.0), "lse": torch.full((3, 4), 7.0)}
-    given |= change(given)
-    moved = {
-        name: value.to(setting.device) if isinstance(value, Tensor) else value
-        for name, value in given.items()
-    }
+    with setting.device:
+        given |= {"out": torch.full((4, 3, 16), 7.0), "lse": torch.full((3, 4), 7.0)}
+        given |= change(given)
     operation = getattr(setting.candidate, way)
-    with kept(out=moved["out"], lse=moved["lse"]):
-        expect_rejection(what, lambda: operation(**pack_options(**moved)))
+    with kept(out=given["out"], lse=given["lse"]):
+        expect_rejection(what, lambda: operation(**pack_options(**given)))
 
 
 @law(

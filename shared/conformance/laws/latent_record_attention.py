@@ -14,6 +14,7 @@ from torch import Tensor
 from ...contract.latent_formats import LATENT_FORMATS, LatentFormat
 from ..base.support import OutsideSupport
 from ..candidates.setting import Setting
+from ..cases.batches import put_on
 from ..cases.latent_batches import LatentBatch, LatentPlan, build_latents
 from ..checks.canaries import kept
 from ..checks.expect import expect_rejection
@@ -48,7 +49,7 @@ def record_batch(
             put_record(form, records, block * size + offset, stored[position])
             numbers[block, offset] = meant[position]
     moved: dict[str, Any] = {
-        name: value.to(device)
+        name: put_on(value, device)
         for name, value in vars(replace(batch, kv_cache=numbers)).items()
         if isinstance(value, Tensor)
     }

@@ -240,8 +240,8 @@ def records_that_do_not_fit_are_rejected_before_any_write(
         "kv_cache": torch.full((3, 4, 656), 7, dtype=torch.uint8, device=device),
         "slot_mapping": torch.tensor([5, 0, 11], device=device),
     }
-    given |= UNFIT_WRITES[what](given)
-    given["kv_cache"] = given["kv_cache"].to(device)
+    with device:
+        given |= UNFIT_WRITES[what](given)
     call = partial(setting.candidate.concat_and_cache_mla, **given)
     expect_rejection_without_writes(what, call, kv_cache=given["kv_cache"])
 

@@ -480,13 +480,8 @@ UNFIT: dict[str, Callable[[], dict[str, Any]]] = {
 
 @law("merge_attn_states", cases=[*UNFIT], claim="rejects shapes")
 def states_that_do_not_fit_are_rejected(setting: Setting, what: str) -> None:
-    states = {
-        name: state.to(setting.device) if isinstance(state, Tensor) else state
-        for name, state in good_states().items()
-    }
-    for name, state in UNFIT[what]().items():
-        on_device = isinstance(state, Tensor) and state.device.type != "meta"
-        states[name] = state.to(setting.device) if on_device else state
+    with setting.device:
+        states = good_states() | UNFIT[what]()
     results = {name: states[name] for name in ("output", "output_lse")}
     with kept(**results):
         expect_rejection(what, lambda: setting.candidate.merge_attn_states(**states))

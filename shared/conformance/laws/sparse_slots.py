@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..candidates.setting import Setting
+from ..cases.batches import put_on
 from ..checks.canaries import kept
 from ..checks.expect import expect_rejection, expect_same
 from .law import law
@@ -78,7 +79,7 @@ class SlotsPlan:
             for name, numbers in pairs.items()
         }
         return {
-            name: tensor.to(device)
+            name: put_on(tensor, device)
             for name, tensor in (found | {"block_table": wide[:, :-1]}).items()
         }
 
