@@ -13,7 +13,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def narrow(wide: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let query tiles have one warpgroup, those too that no batch has yet."""
+    """Let query tiles have one warpgroup, also those that no batch has."""
     monkeypatch.setattr(
         prefill_plan, "has_narrow_tile", lambda config: config.CONSUMERS > 1
     )

@@ -1,7 +1,7 @@
 """Launch plan of the Hopper prefill kernel."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -13,42 +13,17 @@ from ....runtime.chip import count_processors
 from ....runtime.cost_layer import BatchBounds, Layer
 from ....runtime.family import BatchLimits, Estimate, Task, Warm
 from ....runtime.workspace import find_workspace
-from ..common.config import SWIZZLE_ROWS, WARPGROUP_M, Sm90Config
+from ..common.config import SWIZZLE_ROWS, WARPGROUP_M
 from ..common.plan import Sm90Plan
 from ..common.traits import clears_padding
 from .cost import estimate_hopper_prefill
 from .kernel import PrefillArguments, prefill_kernel
+from .width import PrefillBounds, has_narrow_tile, takes_less_time
 
 NARROW, WIDE = 1, 2
 """Divisions of a prefill: query tiles of one warpgroup, and of all."""
-NARROW_TILES = 32
-"""KV tiles per multiprocessor, at most, of prefills whose query tiles have one warpgroup.
-
-Such tiles begin and end sooner, there are more of them, and a prompt's last one has fewer rows
-without a token. But each reads its keys itself. Time with one warpgroup divided by that with two,
-by these KV tiles, MHA in bfloat16 (H200, cold L2, medians of 9):
-
-| prompts     | 16 heads of 128 | 16 heads of 192 and 128 | 32 such heads | 128 such heads |
-|-------------|----------------:|------------------------:|--------------:|---------------:|
-| 1 x 333     | 0.74            | 0.74                    | 0.86          | 12: 0.97       |
-| 4 x 300     | 0.73            |                         | 9: 0.91       | 35: 0.96       |
-| 12 of 60 to 400 | 0.90        | 9: 0.87                 | 18: 0.99      | 70: 1.07       |
-| 1 x 2,048   | 0.94            | 33: 0.95                | 66: 1.17      | 264: 1.74      |
-"""
-NARROW_SIZES = (128, 128), (192, 128)
-"""Head sizes of keys and of values with such tiles. Others are not measured."""
-
-
-def has_narrow_tile(config: Sm90Config) -> bool:
-    """Return whether small batches get query tiles of one warpgroup.
-
-    Causal calls of some head sizes do. Windows, chunks, soft caps, and tiles whose rows are not
-    those of one token after the other are not measured.
-    """
-    is_plain = not (config.WINDOW or config.CHUNK_SIZE or config.SOFT_CAP)
-    is_whole = WARPGROUP_M.value % config.GROUP == 0 and config.ROWS_PER_TOKEN == 1
-    sizes = (config.KEY_SIZE, config.HEAD_SIZE)
-    return config.CAUSAL and is_plain and is_whole and sizes in NARROW_SIZES
+MAX_WIDTHS = 256
+"""Bounds of batches for which a plan keeps the width."""
 
 
 @dataclass
@@ -68,6 +43,7 @@ class PrefillPlan(Sm90Plan):
     packed: "PrefillPlan | None" = None
     narrow: "PrefillPlan | None" = None
     is_usable: bool = True
+    _widths: dict[PrefillBounds, bool] = field(default_factory=dict)
 
     @property
     def clears_padding(self) -> bool:
@@ -91,6 +67,7 @@ class PrefillPlan(Sm90Plan):
             constants={"config": config},
             packed=None if self.packed is None else self.packed.fitted(),
             narrow=None,
+            _widths={},
             _tensor_maps={},
         )
 
@@ -102,13 +79,19 @@ class PrefillPlan(Sm90Plan):
         return self
 
     def prefers_narrow(self, call: AttentionCall) -> bool:
-        """Return whether a batch has few enough KV tiles, as its bounds say: NARROW_TILES."""
-        keys = call.max_key_len
-        # a token of a prompt attends to half of its tokens on average
-        keys -= min(keys, call.max_query_len) // 2
-        items = self.count_items(call, WARPGROUP_M.value)
-        kv_tiles = items * max(1, -(-keys // self.config.BLOCK_N))
-        return kv_tiles <= NARROW_TILES * count_processors(call.query.device)
+        """Return whether a batch takes less time with narrow tiles, as its bounds say."""
+        bounds = PrefillBounds(
+            call.query_start_loc.shape[0] - 1, call.query.shape[0],
+            call.max_query_len, call.max_key_len,
+        )  # fmt: skip
+        is_narrow = self._widths.get(bounds)
+        if is_narrow is None:
+            if len(self._widths) >= MAX_WIDTHS:
+                self._widths.clear()
+            processors = count_processors(call.query.device)
+            is_narrow = takes_less_time(self.config, self.num_heads, bounds, processors)
+            self._widths[bounds] = is_narrow
+        return is_narrow
 
     def count_items(self, call: AttentionCall, tile_rows: int) -> int:
         """Return the work items of a batch, at most.
