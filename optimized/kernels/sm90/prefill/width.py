@@ -14,9 +14,9 @@ time with one warpgroup divided by that with all, bfloat16, cold L2, medians of 
 | 1 x 256 on 8k   | 0.53           | 0.60           | 0.71        | 0.99       | 0.66        |
 | 16 x 64 on 4k   | 0.61           | 0.77           | 1.21        | 1.28       | 1.18        |
 
-`takes_less_time` estimates both times. Over 87 batches of heads of 64 to 256, some with windows, the
-chosen width took 1.006 times the better one's time in the geometric mean and 1.19 at most, and wide
-tiles alone 1.18 in the mean (tests/kernels/test_narrow_sm90.py).
+`takes_less_time` estimates both times. Over 87 batches with heads of 64 to 256, some with windows,
+the chosen width took 1.006 times the better one's time in the geometric mean and 1.19 at most, and
+wide tiles alone 1.18 in the mean (tests/kernels/test_narrow_sm90.py).
 """
 
 import math
