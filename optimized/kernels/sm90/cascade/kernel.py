@@ -10,17 +10,15 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.dependents import launch_dependents
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
 from ..common.load_kv import TmaTensor, locate_kv
 from ..common.roles import Loads, produce_v, run_roles
 from ..common.scheduler import BatchArgs
 from ..common.score import ScoreArgs
 from ..common.storage import allocate
-from ..common.traits import warp_layout
 from .consumer import consume_prefix
 from .scheduler import produce_prefix
-
-LAUNCH_PTX = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, $1;")
 
 
 class PrefixArguments(NamedTuple):
@@ -61,20 +59,6 @@ class PrefixArguments(NamedTuple):
     v_block_rows: Number
     v_head_rows: Number
     v_head_columns: Number
-
-
-@gluon.jit
-def launch_dependents():
-    """Let a dependent launch begin on the SMs that this launch leaves."""
-    layout: gl.constexpr = warp_layout(gl.num_warps())
-    gl.inline_asm_elementwise(
-        LAUNCH_PTX,
-        "=r,r",
-        [gl.full([32 * gl.num_warps()], 0, gl.int32, layout)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @gluon.jit

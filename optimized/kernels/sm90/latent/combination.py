@@ -32,6 +32,7 @@ class Combination:
                 constants,
                 num_warps=4,
                 num_stages=1,
+                is_dependent=True,
             )
             for constants in (ONE_ROW, TWO_ROWS)
         )

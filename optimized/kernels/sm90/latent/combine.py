@@ -1,4 +1,4 @@
-"""Combination of the partial results of the Hopper latent decode kernel, in a launch of its own.
+"""Combination of the partial results of the Hopper latent decode kernel, in a dependent launch.
 
 A row tile that spans several segments has a partial result in each: the normalized rows and their
 log-sum-exp in base 2. The partials are combined in the order of their keys.
@@ -136,6 +136,8 @@ def combine_latent_partials(args, ROWS: tl.constexpr, SPLITS: tl.constexpr):
         ROWS: rows per program.
         SPLITS: partial results that are loaded at once.
     """
+    # every program waits, so that the end of this launch is the end of both
+    tl.extra.cuda.gdc_wait()
     group = tl.program_id(0)
     index = tl.program_id(1)
     in_group = tl.arange(0, ROWS)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import LINEAR, SWIZZLED
+from ..common.dependents import launch_dependents
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
 from ..common.load_kv import TmaTensor
 from ..common.pipeline import MbarrierRing, allocate_barriers
@@ -119,6 +120,7 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr):
         args: `LatentArguments`.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
     """
+    launch_dependents()
     batch = BatchArgs(
         block_table=args.block_table,
         block_table_stride=args.block_table_stride,
