@@ -143,11 +143,16 @@ def sizes_fit(call: AttentionCall) -> bool:
         fits
         and 0 <= call.max_query_len <= INT32
         and is_score_scale(scale)
-        # an expanded result is validated, and so rejected
+        # an expanded result is validated, and so rejected, and one that begins with what is read
         and (
             out is None
             or (
-                out.shape == (tokens, query_heads, value_size) and 0 not in out.stride()
+                out.shape == (tokens, query_heads, value_size)
+                and 0 not in out.stride()
+                and not (
+                    (address := out.data_ptr())
+                    and address in (query.data_ptr(), key.data_ptr(), value.data_ptr())
+                )
             )
         )
         and (

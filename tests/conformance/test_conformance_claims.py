@@ -154,7 +154,7 @@ def test_a_mask_case_is_cut_at_the_position_of_its_query() -> None:
 
 def test_who_declares_to_check_nothing_is_not_tried_with_invalid_input() -> None:
     attend = RIGHT.operations["paged_attention"]
-    for rejects, asked in (([], 0), (["shapes"], 2), (["contents"], 1), (None, 3)):
+    for rejects, asked in (([], 0), (["shapes"], 3), (["contents"], 1), (None, 4)):
         support = Support(operations=["paged_attention"], rejects=rejects)
         results = [
             tried(law_about.name, support, paged_attention=attend)

@@ -73,6 +73,9 @@ class RepeatedCall:
             addresses.append(address)
         if union & 15 or current_device() != self.device or is_profiled():
             return False
+        if o in (q, k, v):
+            # rejected by the validation
+            return False
         for one, other in self._equal:
             if addresses[one] != addresses[other]:
                 return False

@@ -16,7 +16,7 @@ from ..candidates.fitting import fit_case
 from ..candidates.setting import Setting
 from ..cases.batches import NAN, BatchPlan
 from ..cases.options import Call, bias_table, paged_call, quantised_call, ragged_call
-from ..checks.canaries import copy_of, expect_memory
+from ..checks.canaries import copy_of, expect_memory, kept
 from ..checks.expect import Disagreement, expect_rejection
 from .law import law
 
@@ -439,6 +439,21 @@ def paged_attention_rejects_invalid_arguments(setting: Setting, what: str) -> No
     """Shapes, dtypes, devices and numbers; a valid call of the same form does not raise."""
     change = (SHAPES | PAGED_SHAPES)[what]
     expect_rejected(setting, what, base_call(setting), change)
+
+
+@law("paged_attention", cases=["query", "key_cache"], claim="rejects shapes")
+def an_output_that_is_read_is_rejected_after_valid_calls_too(
+    setting: Setting, name: str
+) -> None:
+    """What earlier calls were found to fulfil says nothing about addresses."""
+    call = base_call(setting)
+    for _ in range(3):
+        run_call(setting, call, out=torch.empty_like(call.query))
+    read = call.query
+    if name != "query":
+        read = call.arguments[name].view(-1)[: read.numel()].view(read.shape)
+    with kept(**{name: call.arguments[name]}):
+        expect_rejection(name, lambda: run_call(setting, call, out=read))
 
 
 @law("paged_attention", cases=[*SCALES], claim="rejects shapes")
