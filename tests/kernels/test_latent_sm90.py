@@ -60,7 +60,9 @@ def test_the_assembler_neither_spills_nor_serializes_wgmma(
         assert line["shared"] <= 232448, line
         # The producer of four row boxes per tile spills seven registers. That does not cost time:
         # docs/kernel_notes.md has times of blocks of 16, of which a tile has four, and of 64.
-        assert line["spilled"] <= 28 * (line["numbers"]["BLOCK_SIZE"] == 16), line
+        # A copying producer of blocks of 12 spills three, outside of the loop over KV tiles.
+        most = {16: 28, 12: 12}.get(line["numbers"]["BLOCK_SIZE"], 0)
+        assert line["spilled"] <= most, line
 
 
 def _plan_is_made(call: AttentionCall) -> bool:
@@ -88,9 +90,10 @@ def test_what_the_kernel_does_not_compute_has_no_plan() -> None:
     assert not _plan_is_made(call._replace(query=call.query[..., :512]))
     assert not _plan_is_made(call._replace(key=key.repeat(1, 1, 2, 1)))
     assert not _plan_is_made(call._replace(key=key.float(), value=key[..., :512]))
-    assert not _plan_is_made(call._replace(key=key[:, :40], value=key[:, :40, :, :512]))
+    odd = key.new_zeros(4, 64, 1, 580)[..., :576]
+    assert not _plan_is_made(call._replace(key=odd, value=odd[..., :512]))
     for options in (
-        AttentionOptions(causal=False),
+        AttentionOptions(causal=torch.ones(2, dtype=torch.bool)),
         AttentionOptions(causal=True, sliding_window=8),
         AttentionOptions(causal=True, attention_chunk_size=8),
         AttentionOptions(causal=True, logits_soft_cap=1.0),

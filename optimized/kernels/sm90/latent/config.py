@@ -33,11 +33,9 @@ REQS_PER_SHORT_PASS = gl.constexpr(32)
 CONSUMER_REGISTERS = gl.constexpr(200)
 """Registers per thread of consumer 1. Consumer 0 gets what is left, which is more."""
 PRODUCER_REGISTERS = gl.constexpr(56)
-"""Registers per thread of the producer warp."""
+"""Registers per thread of the producer's warps."""
 COPY_WARPS = gl.constexpr(4)
-"""Warps of a producer that copies rows."""
-COPY_REGISTERS = gl.constexpr(72)
-"""Registers per thread of those warps."""
+"""Warps of a producer that copies rows. One that loads by TMA is a single warp."""
 
 
 @gluon.constexpr_function

@@ -31,7 +31,6 @@ from .config import (
     BLOCK_N,
     BOX_COLUMNS,
     CONSUMER_REGISTERS,
-    COPY_REGISTERS,
     COPY_WARPS,
     HALF_BOXES,
     PRODUCER_REGISTERS,
@@ -232,7 +231,7 @@ def compute_copied_latents(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
             ),
         ],
         [4, COPY_WARPS],
-        [CONSUMER_REGISTERS, COPY_REGISTERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
