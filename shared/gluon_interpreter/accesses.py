@@ -121,3 +121,12 @@ class Accesses:
         self._writer.view(-1, item_bytes)[places] = -1 if is_async else clock.number
         self._written.view(-1, item_bytes)[places] = now
         self._written_at.view(-1, item_bytes)[places] = line
+
+    def find_known_stores(self, clock: Clock) -> torch.Tensor:
+        """Return for each byte whether a role knows of the last store to it.  # [num_bytes]
+
+        Args:
+            clock: that of the role.
+        """
+        known = self._written <= clock.times[self._writer.clamp(min=0)]
+        return known & (self._writer >= 0)

@@ -84,10 +84,18 @@ def barrier_wait(
 
 
 def fence_async_shared(cluster: bool = False) -> None:
-    """Make the role's stores to shared memory visible to copies and products."""
+    """Make stores to shared memory visible to copies and products.
+
+    Those of the role to all that come after them, and those of other roles that a barrier has
+    ordered before to its own.
+    """
     role = current_role()
     for buffer in role.machine.buffers:
-        buffer.unfenced[buffer.unfenced == role.number + 1] = 0
+        marks = buffer.unfenced
+        marks[marks == role.number + 1] = 0
+        if bool(marks.any()):
+            known = buffer.accesses.find_known_stores(role.clock)
+            buffer.fenced_by[(marks > 0) & known] |= 1 << role.number
 
 
 class TensorMap:
@@ -253,17 +261,24 @@ def wait_group(num_outstanding: Any = 0) -> None:
 
 
 def arrive_after_copies(mbarrier: SharedView, increment_count: bool = True) -> None:
-    """Arrive at an mbarrier when the role's copies of elements are done."""
+    """Arrive at an mbarrier with all threads when the role's copies of elements are done.
+
+    Args:
+        mbarrier: one mbarrier.
+        increment_count: whether the phase has as many arrivals more. If not, they are among those
+            of `mbarrier.init`.
+    """
     role = current_role()
     role.pause()
     state = role.machine.barrier(mbarrier)
-    state.pending += int(increment_count)
+    num_threads = 32 * role.num_warps
+    state.pending += num_threads * int(increment_count)
     earlier = [copy for copy in role.machine.copies if copy.role is role]
     role.clock.release(state.arriving)
 
     def run() -> None:
         role.machine.finish_copies([copy for copy in earlier if not copy.is_store])
-        state.pending -= 1
+        state.pending -= num_threads
         state.advance()
 
     role.machine.copies.append(Copy(run, False, role))

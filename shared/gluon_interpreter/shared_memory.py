@@ -29,6 +29,8 @@ class Buffer:
         raw: its bytes. They are NaN in every dtype before they are written.
         unfenced: for each byte the number of the role, plus 1, whose ordinary store has not been
             fenced for the asynchronous proxy; 0 otherwise.
+        fenced_by: for each byte that is not fenced the roles that have fenced it for themselves, a
+            bit per role.
         states: for each byte UNWRITTEN, WRITTEN or IN_FLIGHT.
         accesses: which role has loaded and stored what.
     """
@@ -36,6 +38,7 @@ class Buffer:
     def __init__(self, num_bytes: int) -> None:
         self.raw = torch.full((num_bytes,), 0xFF, dtype=torch.uint8)
         self.unfenced = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.fenced_by = torch.zeros(num_bytes, dtype=torch.uint8)
         self.states = torch.full((num_bytes,), UNWRITTEN, dtype=torch.uint8)
         self.accesses = Accesses(num_bytes)
 
@@ -197,6 +200,7 @@ class SharedView:
         self._elements()[order] = tensor.expand(order.shape)
         marks = self.buffer.unfenced.view(-1, self.item_bytes)
         marks[order] = 0 if role is None else role + 1
+        self.buffer.fenced_by.view(-1, self.item_bytes)[order] = 0
         self.buffer.states.view(-1, self.item_bytes)[order] = WRITTEN
 
     def poison(self) -> None:
@@ -230,7 +234,12 @@ class SharedView:
 
     def check_fenced(self, reader: str) -> None:
         """Raise `InterpreterError` if ordinary stores are not yet visible to the async proxy."""
-        marks = self.buffer.unfenced.view(-1, self.item_bytes)[self.order()]
+        if not bool(self.buffer.unfenced.any()):
+            return
+        order = self.order()
+        marks = self.buffer.unfenced.view(-1, self.item_bytes)[order]
+        fenced_by = self.buffer.fenced_by.view(-1, self.item_bytes)[order]
+        marks = marks * (fenced_by >> LOCAL.role.number & 1 == 0)
         if bool(marks.any()):
             raise InterpreterError(
                 f"{reader} reads shared memory that role {int(marks.max()) - 1} has stored to:"

@@ -186,6 +186,10 @@ class Pointer(Value):
         super().__init__(offset, gl.pointer_type(memory.dtype))
         self.memory = memory
 
+    def __getitem__(self, index: Any) -> Pointer:
+        """Return the addresses with more dimensions: indices are `:` and None."""
+        return Pointer(self.memory, torch.as_tensor(self.data)[index])
+
     def to(self, dtype: Any, bitcast: bool = False) -> Pointer:
         """Return the same addresses as those of elements of another dtype.
 

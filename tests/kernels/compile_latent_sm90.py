@@ -20,25 +20,30 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.optimized.kernels.sm90.latent import family as latent_family
 from pagetwin.optimized.kernels.sm90.latent.combine import latent_combine_kernel
-from pagetwin.optimized.kernels.sm90.latent.kernel import latent_decode_kernel
+from pagetwin.optimized.kernels.sm90.latent.kernel import (
+    copied_latent_decode_kernel,
+    latent_decode_kernel,
+)
 from pagetwin.optimized.runtime.attention_call import AttentionCall
 from support.compile_prefill_sm90 import BF16, FP16, NAMES, compile_case
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
-# dtype, query heads, block size, query tokens per request, log-sum-exp
+# dtype, query heads, block size, query tokens per request, log-sum-exp, causal
 CASES = [
-    (BF16, 128, 64, 1, True),
-    (BF16, 16, 16, 1, False),
-    (FP16, 40, 32, 1, True),
-    (FP16, 128, 256, 4, False),
+    (BF16, 128, 64, 1, True, True),
+    (BF16, 16, 16, 1, False, True),
+    (FP16, 40, 32, 1, True, True),
+    (FP16, 128, 256, 4, False, False),
+    (BF16, 128, 1, 1, False, False),
+    (FP16, 16, 12, 2, True, True),
 ]
-Case = tuple[torch.dtype, int, int, int, bool]
+Case = tuple[torch.dtype, int, int, int, bool, bool]
 
 
 def make_call(case: Case, width: int = 576) -> AttentionCall:
     """Return a call of two requests on the CPU."""
-    dtype, heads, block_size, query_len, has_lse = case
+    dtype, heads, block_size, query_len, has_lse, is_causal = case
     query = torch.zeros(2 * query_len, heads, 576, dtype=dtype)
     cache = torch.zeros(4, block_size, 1, width, dtype=dtype)[..., :576]
     out = torch.zeros(2 * query_len, heads, 512, dtype=dtype)
@@ -55,7 +60,7 @@ def make_call(case: Case, width: int = 576) -> AttentionCall:
         0.1,
         out,
         lse,
-        AttentionOptions(causal=True),
+        AttentionOptions(causal=is_causal),
     )
 
 
@@ -78,9 +83,11 @@ def record(case: Case) -> list[tuple[Any, dict[str, Any]]]:
 def main(numbers: list[int]) -> None:
     """Compile the cases of these numbers."""
     for case in [CASES[number] for number in numbers]:
-        dtype, heads, block_size, query_len, has_lse = case
+        dtype, heads, block_size, query_len, has_lse, is_causal = case
         (decode, values), (combine, others) = record(case)
-        assert decode is latent_decode_kernel
+        is_copied = block_size % 16 > 0
+        expected = copied_latent_decode_kernel if is_copied else latent_decode_kernel
+        assert decode is expected
         assert combine is latent_combine_kernel
         # both launches have the same outputs and strides
         for name in set(values) & set(others):
@@ -89,10 +96,12 @@ def main(numbers: list[int]) -> None:
                 same = values[name].data_ptr() == others[name].data_ptr()
                 same &= values[name].dtype == others[name].dtype
             assert same, name
-        compiled, report = compile_case(values, latent_decode_kernel)
+        compiled, report = compile_case(values, decode)
         line = {
             "case": f"{NAMES[dtype]}, {heads} heads, blocks of {block_size},"
-            f" {query_len} queries" + (", log-sum-exp" if has_lse else ""),
+            f" {query_len} queries"
+            + (", log-sum-exp" if has_lse else "")
+            + ("" if is_causal else ", not causal"),
             "numbers": {n: v for n, v in values.items() if isinstance(v, int | float)},
             **report,
             "shared": compiled.metadata.shared,

@@ -61,6 +61,7 @@ FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
     "invariant": (invariant, {"options": {"batch_invariant": True}}),
     "cascade": (cascade, {"options": {"causal": False}}),
     "latent": (latent, {"is_latent": True}),
+    "latent in copied blocks": (latent, {"is_latent": True, "slots": 12}),
 }
 
 
@@ -225,6 +226,28 @@ IS_CAUSAL, MAY_BE_CAUSAL = {"causal = True"}, {"causal = True", "causal = False"
 VARIES, IS_INVARIANT = {"batch_invariant = False"}, {"batch_invariant = True"}
 WIDE = {"out is float32"}
 OF_CALL = OF_BATCH | OF_ROWS | OF_HEADS | EACH | PADDED | GROUPS | HEAD_SIZES
+# values are the first columns of the keys, and the queries contiguous
+LATENTS = (
+    OF_BATCH
+    | OF_TABLE
+    | begins("query out", 8)
+    | strides("out", 0, "0", "+ 8", "* 2", "/ 2")
+    | strides("out", 1, "0", "+ 8", "* 2", "/ 2")
+    | begins("cache", 8)
+    | strides("cache", 0, "0", "+ 8", "* 2", "/ 2")
+    | strides("cache", 1, "0", "+ 8", "* 2", "/ 2")
+    | strides("cache", 2)
+    | EACH
+    | {"cache has 1 more in axis 1"}
+    | PADDED
+    | SLOTS
+    | shapes("heads", 2, 6, 10, 48, 128, 256)
+    | shapes("kv_heads", 1)
+    | shapes("size", 576)
+    | shapes("value_size", 512)
+    | MAY_BE_CAUSAL
+    | VARIES
+)
 ACCEPTED = {
     "prefill": (
         OF_CALL | OF_TABLE | PAGES | SLOTS | LARGE_GROUPS | MASKS | SCORES | MAY_BE_CAUSAL
@@ -270,17 +293,8 @@ ACCEPTED = {
         OF_CALL | OF_TABLE | PAGES | SLOTS | LARGE_GROUPS | SCORES | MAY_BE_CAUSAL
         | VARIES | IS_INVARIANT | WIDE
     ),
-    # values are the first columns of the keys, and the queries contiguous
-    "latent": (
-        OF_BATCH | OF_TABLE | begins("query out", 8)
-        | strides("out", 0, "0", "+ 8", "* 2", "/ 2")
-        | strides("out", 1, "0", "+ 8", "* 2", "/ 2")
-        | begins("cache", 8) | strides("cache", 0, "0", "* 2", "/ 2")
-        | strides("cache", 1, "* 2") | strides("cache", 2)
-        | EACH | PADDED | SLOTS_OF_16 | shapes("heads", 2, 6, 10, 48, 128, 256)
-        | shapes("kv_heads", 1)
-        | shapes("size", 576) | shapes("value_size", 512) | IS_CAUSAL | VARIES
-    ),
+    "latent": LATENTS,
+    "latent in copied blocks": LATENTS,
 }  # fmt: skip
 """The changes of a call that each family accepts, if they are valid."""
 OVERLAPPING = (

@@ -333,7 +333,7 @@ def test_copies_of_elements_arrive_at_an_mbarrier(tmp_path: Path) -> None:
     changes: list[tuple[str, str]] = [
         ("import async_copy\n", "import async_copy, mbarrier\n"),
         ("    column = gl.arange", "    arrived = mbarrier.allocate_mbarrier()\n"
-         "    mbarrier.init(arrived, count=1)\n    column = gl.arange"),
+         "    mbarrier.init(arrived, count=32 * gl.num_warps())\n    column = gl.arange"),
         ("        async_copy.wait_group(1)\n",
          "        async_copy.mbarrier_arrive(arrived, increment_count=False)\n"
          "        mbarrier.wait(arrived, row & 1)\n"),

@@ -61,7 +61,9 @@ def test_the_assembler_neither_spills_nor_serializes_wgmma(
         assert line["shared"] <= 232448, line
         # The producer of four row boxes per tile spills seven registers. That does not cost time:
         # docs/kernel_notes.md has times of blocks of 16, of which a tile has four, and of 64.
-        assert line["spilled"] <= 28 * (line["numbers"]["BLOCK_SIZE"] == 16), line
+        # A copying producer of blocks of 12 spills three, outside of the loop over KV tiles.
+        most = {16: 28, 12: 12}.get(line["numbers"]["BLOCK_SIZE"], 0)
+        assert line["spilled"] <= most, line
 
 
 def _plan_is_made(call: AttentionCall) -> bool:
@@ -89,9 +91,10 @@ def test_what_the_kernel_does_not_compute_has_no_plan() -> None:
     assert not _plan_is_made(call._replace(query=call.query[..., :512]))
     assert not _plan_is_made(call._replace(key=key.repeat(1, 1, 2, 1)))
     assert not _plan_is_made(call._replace(key=key.float(), value=key[..., :512]))
-    assert not _plan_is_made(call._replace(key=key[:, :40], value=key[:, :40, :, :512]))
+    odd = key.new_zeros(4, 64, 1, 580)[..., :576]
+    assert not _plan_is_made(call._replace(key=odd, value=odd[..., :512]))
     for options in (
-        AttentionOptions(causal=False),
+        AttentionOptions(causal=torch.ones(2, dtype=torch.bool)),
         AttentionOptions(causal=True, sliding_window=8),
         AttentionOptions(causal=True, attention_chunk_size=8),
         AttentionOptions(causal=True, logits_soft_cap=1.0),
@@ -295,3 +298,100 @@ def test_the_laws_on_latents_hold_for_the_widths_of_the_kernel(
             setting, ("latent_decode_attention", replace(plan, is_rope=is_rope))
         )
     assert len(launched) == 2
+
+
+@needs_hopper
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 8, 12, 16])
+def test_blocks_of_any_size_are_read_in_place(
+    block_size: int, heads: int, causal: bool, reference: Twin
+) -> None:
+    """Slots without a token hold NaN, and table entries past the end of a row any number."""
+    for dtype, query_lens, kv_lens in (
+        (BF16, (1,) * 9, (1, 63, 64, 65, 2048, 127, 128, 129, 700)),
+        (FP16, (1, 0, 4, 70, 2), (2048, 5, 131, 331, 64)),
+    ):
+        plan = BatchPlan(
+            query_lens, kv_lens, group=heads, dtype=dtype, block_size=block_size,
+            padding=3, needle="block edge",
+        )  # fmt: skip
+        batch = make_batch(plan)
+        out, lse = batch.fresh()
+        options = AttentionOptions(causal=causal)
+        call = to_call(batch, out, lse)._replace(options=options)
+        launch_plan = planned(latent_family, call)
+        assert launch_plan.is_copied is (block_size != 16)
+        launched(partial(launch_plan.launch, call), out, lse)
+        sm90_calls.assert_rows_right(
+            batch, out, lse, reference, options, batch.value_cache.abs()
+        )
+
+
+@needs_hopper
+@pytest.mark.parametrize("name", BATCHES)
+def test_blocks_of_one_slot_are_read_in_place(name: str, reference: Twin) -> None:
+    """Rows of 640, padding, many splits, more requests than are counted at once."""
+    plan = replace(BATCHES[name], group=16, dtype=BF16, block_size=1)
+    batch = make_batch(plan)
+    assert planned(latent_family, to_call(batch, *batch.fresh())).is_copied
+    assert_right(batch, *run(batch), reference)
+
+
+@needs_hopper
+def test_many_copied_launches_in_a_row_give_the_same_bits() -> None:
+    """A read of a tile before its copies have ended would show now and then."""
+    for heads in (8, 128):
+        plan = BatchPlan(
+            (1,) * 40, (2048,) * 20 + (100,) * 20, group=heads, dtype=BF16, block_size=1
+        )
+        batch = make_batch(plan)
+        expected, _ = run(batch)
+        out, lse = batch.fresh()
+        call = to_call(batch, out, lse)
+        launch_plan = planned(latent_family, call)
+        for _ in range(50):
+            out.fill_(NAN)
+            launch_plan.launch(call)
+            assert same_bits(out, expected)
+
+
+@needs_hopper
+def test_requests_without_keys_have_outputs_of_zero() -> None:
+    """In blocks that TMA reads, and in copied ones."""
+    for block_size in (16, 1):
+        plan = BatchPlan(
+            (1, 2, 1), (200, 5, 131), group=16, dtype=BF16, block_size=block_size
+        )
+        batch = make_batch(plan)
+        batch.seq_lens.copy_(torch.tensor([0, 0, 70]))
+        out, lse = batch.fresh()
+        call = to_call(batch, out, lse)
+        call = call._replace(options=AttentionOptions(causal=False))
+        launched(partial(planned(latent_family, call).launch, call), out, lse)
+        assert not bool(out[:3].any()) and bool((lse[:, :3] == -torch.inf).all())
+        assert bool(out[3].isfinite().all() and lse[:, 3].isfinite().all())
+
+
+@needs_hopper
+def test_slots_past_two_thirds_of_a_large_cache_are_read_in_place(
+    reference: Twin,
+) -> None:
+    """4 million rows of 640 elements: offsets of elements need more than 32 bits."""
+    rows = 2**22
+    cache = torch.empty(rows, 1, 1, 640, dtype=BF16, device="cuda")[..., :576]
+    slots = torch.arange(rows - 130, rows, device="cuda", dtype=torch.int32)
+    cache[rows - 130 :] = torch.randn(130, 1, 1, 576, device="cuda")
+    query = torch.randn(1, 16, 576, device="cuda", dtype=BF16)
+    out = query.new_full((1, 16, 512), NAN)
+    starts = torch.tensor([0, 1], device="cuda", dtype=torch.int32)
+    call = AttentionCall(
+        query, cache, cache[..., :512], slots[None], starts, starts[1:] * 130, 1, 130,
+        0.05, out, None, AttentionOptions(causal=False),
+    )  # fmt: skip
+    planned(latent_family, call).launch(call)
+    near = cache[rows - 130 :].clone()
+    right = reference.sparse_attention(
+        query, near, near[..., :512], (slots - slots[0])[None], scale=0.05
+    )
+    torch.testing.assert_close(out, right, atol=0.02, rtol=0.02)

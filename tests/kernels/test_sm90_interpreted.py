@@ -46,7 +46,13 @@ def test_every_row_is_within_its_error_budget(
 @pytest.mark.parametrize("lateness", [0.0, 1.0])
 @pytest.mark.parametrize(
     "name",
-    ["prefill, head size 64", "append, several segments", "invariant", "latent"],
+    [
+        "prefill, head size 64",
+        "append, several segments",
+        "invariant",
+        "latent",
+        "copied latent, blocks of 12",
+    ],
 )
 def test_the_order_of_roles_programs_and_copies_changes_no_bit(
     name: str, lateness: float, monkeypatch: pytest.MonkeyPatch
@@ -93,6 +99,41 @@ def test_a_short_request_and_padding_in_a_batch_of_one_length_need_no_decode_lau
     torch.testing.assert_close(out, right, atol=2e-3, rtol=2e-3)
     torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
     assert not out[73:].any() and bool((lse[:, 73:] == -torch.inf).all())
+
+
+def test_each_token_attends_to_the_latents_of_its_slots_on_the_kernel_for_hopper(
+    reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots in any order, some twice, entries without a slot anywhere, and a row without slots."""
+    generator = torch.Generator().manual_seed(0)
+    for heads, padded in ((16, False), (8, True)):
+        cache = torch.full((9, 16, 1, 640), torch.nan, dtype=torch.float16)
+        # a step from block to block that no step from slot to slot divides
+        latents = cache[:8, :12, :, :576] if padded else cache[:8, :, :, :576]
+        slots = torch.randint(latents[..., 0].numel(), (6, 130), generator=generator)
+        slots[torch.rand(slots.shape, generator=generator) < 0.3] = -1
+        slots[3], slots[4, 1:], slots[5, :64] = -1, -1, slots[5, 64:128]
+        rows = latents.flatten(0, 1).clone()
+        named = slots[slots >= 0].unique()
+        rows[named] = torch.randn(
+            len(named), 1, 576, generator=generator, dtype=torch.float16
+        )
+        latents.copy_(rows.view(latents.shape))
+        query = torch.randn(6, heads, 576, generator=generator, dtype=torch.float16)
+        given = {
+            "query": query, "key_cache": latents, "value_cache": latents[..., :512],
+            "slots": slots.int(), "scale": 0.05,
+        }  # fmt: skip
+        lse, right_lse = torch.full((2, heads, 6), torch.nan)
+        with pretend_hopper(monkeypatch) as launches:
+            out = TWINS["optimized"].raw.sparse_attention(**given, lse=lse)
+        assert launches.made == ["copied_latent_decode_kernel", "latent_combine_kernel"]
+        right = reference.sparse_attention(
+            **given, lse=right_lse, compute_dtype=torch.float64
+        )
+        torch.testing.assert_close(out.double(), right.double(), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(lse, right_lse, atol=1e-4, rtol=1e-4)
+        assert not out[3].any() and bool((lse[:, 3] == -torch.inf).all())
 
 
 def test_an_encoder_with_a_window_to_both_sides_is_computed_by_the_kernel_for_hopper(
@@ -253,6 +294,54 @@ FAULTS = {
         "        alpha = shared.alpha.load(ACC_ROWS)\n        p_full_wait()\n",
         "latent",
         "expected a barrier between",
+    ),
+    "copied latents are multiplied without a fence": Fault(
+        "sm90/latent/sync.py",
+        "        fence_async_shared()\n",
+        "        pass\n",
+        "copied latent, blocks of 3",
+        "expected fence_async_shared",
+    ),
+    "a part counts as copied before its last copies": Fault(
+        "sm90/latent/gather.py",
+        "        _copy_part(half_1.index(stage), rows, is_row, HALF)\n"
+        "        async_copy.mbarrier_arrive(\n"
+        "            shared.pipe_1.full_barrier(kv_state), increment_count=False\n"
+        "        )\n",
+        "        async_copy.mbarrier_arrive(\n"
+        "            shared.pipe_1.full_barrier(kv_state), increment_count=False\n"
+        "        )\n"
+        "        _copy_part(half_1.index(stage), rows, is_row, HALF)\n",
+        "copied latent, blocks of 3",
+        "expected fence_async_shared|expected a barrier between",
+    ),
+    "latents are copied over others that are still read": Fault(
+        "sm90/latent/gather.py",
+        "        shared.pipe_0.producer_acquire(kv_state)\n",
+        "",
+        "copied latent, blocks of 3",
+        "expected a barrier between",
+    ),
+    "one thread arrives for all copies": Fault(
+        "sm90/latent/kernel.py",
+        "32 * COPY_WARPS if IS_COPIED else 1",
+        "1",
+        "copied latent, blocks of 3",
+        "more arrivals at an mbarrier than it counts",
+    ),
+    "rows past the end of a sequence are copied": Fault(
+        "sm90/latent/gather.py",
+        "    copy_elements(part, address, mask=is_row[:, None])\n",
+        "    copy_elements(part, address)\n",
+        "copied latent, blocks of 3",
+        "Verdict",
+    ),
+    "entries past the end of a sequence are read": Fault(
+        "sm90/latent/gather.py",
+        "        entries + position // BLOCK_SIZE, mask=position < item.seq_len, other=0\n",
+        "        entries + position // BLOCK_SIZE + 1000\n",
+        "copied latent, blocks of 3",
+        "a load of the elements",
     ),
     "the turn of the tensor cores is not handed back": Fault(
         "sm90/common/pipeline.py",

@@ -1,9 +1,14 @@
 """Sparse attention on a GPU: one captured graph selects, converts and attends for any lengths."""
 
+from typing import Any
+
 import pytest
 import torch
 from pagetwin.conformance.laws.sparse_slots import arguments_for_slots
+from pagetwin.optimized.dispatch.dispatch import PIPELINE
+from pagetwin.optimized.kernels.sm90.latent.plan import LatentDecodePlan
 from pagetwin.optimized.runtime.launcher import INTERPRETED
+from support.sm90_calls import needs_hopper
 from support.twins import Twin
 from torch import Tensor
 
@@ -79,3 +84,58 @@ def test_a_captured_graph_finds_slots_for_other_lengths() -> None:
         torch.cuda.synchronize()
         for found, right in zip(captured, step(), strict=True):
             assert torch.equal(found, right)
+
+
+@needs_hopper
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_latents_of_named_slots_are_read_in_place_by_the_hopper_kernel(
+    dtype: torch.dtype, heads: int, reference: Twin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,048 of 32,768 slots, the others NaN; -1 anywhere, slots twice, rows without slots."""
+    launched = []
+    launch = LatentDecodePlan.launch
+
+    def count(self: LatentDecodePlan, call: Any, *task: Any) -> None:
+        launched.append(self.is_copied)
+        launch(self, call, *task)
+
+    monkeypatch.setattr(LatentDecodePlan, "launch", count)
+    PIPELINE.plans.clear()  # a call that was repeated would not be planned
+    twin = Twin("optimized", enforce=False)
+    torch.manual_seed(heads)
+    for tokens in (1, 7, 300):
+        cache = torch.full((512, 64, 1, 576), torch.nan, dtype=dtype, device="cuda")
+        slots = torch.randint(32768, (tokens, 2048), device="cuda", dtype=torch.int32)
+        slots[torch.rand(slots.shape, device="cuda") < 0.1] = -1
+        slots[-1, 64:] = -1
+        slots[0, :100] = slots[0, 100:200]
+        if tokens > 1:
+            slots[1] = -1
+        named = slots[slots >= 0].unique().long()
+        cache.flatten(0, 1)[named] = torch.randn(
+            len(named), 1, 576, device="cuda", dtype=dtype
+        )
+        query = torch.randn(tokens, heads, 576, device="cuda", dtype=dtype)
+        given = (query, cache, cache[..., :512], slots)
+        lse, right_lse = torch.full((2, heads, tokens), torch.nan, device="cuda")
+        out = twin.sparse_attention(*given, scale=0.05, lse=lse)
+        some = slice(0, 7)
+        right = reference.sparse_attention(
+            query[some], *given[1:3], slots[some], scale=0.05, lse=right_lse[:, some]
+        )
+        torch.testing.assert_close(out[some], right, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(
+            lse[:, some], right_lse[:, some], atol=1e-3, rtol=1e-3
+        )
+        assert bool(out.isfinite().all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = twin.sparse_attention(*given, scale=0.05)
+        again.fill_(torch.nan)
+        slots.copy_(slots.flip(0))
+        query.copy_(query.flip(0))
+        graph.replay()
+        torch.testing.assert_close(again, out.flip(0), atol=0.02, rtol=0.02)
+    assert launched and all(launched)
+    PIPELINE.plans.clear()

@@ -578,4 +578,41 @@ CASES = {
     "latent, more row tiles than processors": Case(
         "latent", plan_of((30, 29), (100, 231), 576, group=16), processors=3
     ),
+    "latent, not causal": Case(
+        "latent", plan_of((3, 1, 2), (131, 64, 300), 576, group=16, padding=2),
+        {"causal": False},
+    ),
+    "latent, no keys": Case(
+        "latent", plan_of((1, 2, 1), (200, 5, 131), 576, group=16), {"causal": False},
+        has_lse=False, seq_lens=(0, 0, 70),
+    ),
+    "copied latent, blocks of 1": Case(
+        "latent",
+        plan_of((1, 1, 1, 0, 1, 1), (1, 63, 64, 5, 65, 200), 576, group=16, block_size=1, padding=5),
+        {"causal": False},
+    ),
+    "copied latent, no keys": Case(
+        "latent",
+        plan_of((1, 2, 1), (200, 5, 131), 576, group=16, dtype=FP16, block_size=1),
+        {"causal": False}, has_lse=False, seq_lens=(0, 0, 70),
+    ),
+    # a needle has nearly all of the weight, so this call has none
+    "copied latent, many tiles": Case(
+        "latent", plan_of((1, 1), (700, 130), 576, group=128, block_size=1),
+        {"causal": False}, has_lse=False,
+    ),
+    "copied latent, not causal": Case(
+        "latent", plan_of((3, 1, 2), (131, 64, 300), 576, group=40, block_size=8, padding=2),
+        {"causal": False},
+    ),
+    **{
+        f"copied latent, blocks of {block_size}": Case(
+            "latent",
+            plan_of(
+                (1, 0, 4, 18), (200, 5, 131, 331), 576, group=group, dtype=dtype, padding=5,
+                block_size=block_size, needle="block edge",
+            ),
+        )
+        for block_size, group, dtype in ((3, 16, BF16), (8, 1, FP16), (12, 8, BF16))
+    },
 }  # fmt: skip

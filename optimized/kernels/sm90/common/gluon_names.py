@@ -2,6 +2,7 @@
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # no version up to 3.9 exports a public name
@@ -11,6 +12,10 @@ from triton.language.core import _aggregate as aggregate
 HAS_NEW_NAMES = hasattr(tma, "async_load")
 async_load = tma.async_load if HAS_NEW_NAMES else tma.async_copy_global_to_shared
 async_store = tma.async_store if HAS_NEW_NAMES else tma.async_copy_shared_to_global
+# `cp.async` has other names than TMA
+copy_elements = getattr(async_copy, "async_load", None) or (
+    async_copy.async_copy_global_to_shared
+)
 # triton 3.7 renamed it
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -19,6 +24,7 @@ __all__ = [
     "async_load",
     "async_store",
     "barrier",
+    "copy_elements",
     "reinterpret",
     "warp_specialize",
 ]

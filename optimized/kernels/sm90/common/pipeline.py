@@ -75,9 +75,14 @@ class MbarrierRing:
         self.empty = empty
 
     @gluon.jit
-    def init_stage(self, stage: gl.constexpr, num_releases: gl.constexpr):
-        """Initialize a stage's barriers: one producer, and consumers that release it."""
-        mbarrier.init(self.full.index(stage), count=1)
+    def init_stage(
+        self,
+        stage: gl.constexpr,
+        num_releases: gl.constexpr,
+        num_arrivals: gl.constexpr = 1,
+    ):
+        """Initialize a stage's barriers: arrivals that fill it, and consumers that release it."""
+        mbarrier.init(self.full.index(stage), count=num_arrivals)
         mbarrier.init(self.empty.index(stage), count=num_releases)
 
     @gluon.jit

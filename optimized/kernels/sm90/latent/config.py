@@ -33,7 +33,9 @@ REQS_PER_SHORT_PASS = gl.constexpr(32)
 CONSUMER_REGISTERS = gl.constexpr(200)
 """Registers per thread of consumer 1. Consumer 0 gets what is left, which is more."""
 PRODUCER_REGISTERS = gl.constexpr(56)
-"""Registers per thread of the producer warp."""
+"""Registers per thread of the producer's warps."""
+COPY_WARPS = gl.constexpr(4)
+"""Warps of a producer that copies rows. One that loads by TMA is a single warp."""
 
 
 @gluon.constexpr_function
@@ -52,3 +54,12 @@ def acc_layout():
 def p_operand_layout():
     """Return the register layout of p as the left operand of P @ V."""
     return gl.DotOperandLayout(0, acc_layout(), k_width=2)
+
+
+@gluon.constexpr_function
+def copy_layout():
+    """Return the register layout of the addresses of a part of a KV tile, [BLOCK_N, columns].
+
+    A thread has 16 bytes of each box of four rows.
+    """
+    return gl.BlockedLayout([1, 8], [4, 8], [COPY_WARPS.value, 1], [1, 0])

@@ -36,7 +36,13 @@ from .config import (
 )
 from .epilogue import store_half, store_lse, store_no_split, store_split
 from .items import visit_items
-from .sync import p_empty_arrive, p_empty_wait, p_full_arrive, p_full_wait
+from .sync import (
+    p_empty_arrive,
+    p_empty_wait,
+    p_full_arrive,
+    p_full_wait,
+    wait_for_part,
+)
 
 
 class LatentTiles(NamedTuple):
@@ -84,12 +90,19 @@ def _view_tiles(shared):
 
 
 @gluon.jit
-def consume_scores(shared, output, batch, segment):
+def consume_scores(shared, output, batch, segment, CAUSAL: gl.constexpr):
     """Run warpgroup 0: Q @ K, softmax, and P @ V of the first half of the value columns."""
     store_no_split(output, segment)
     states = PipelineState.start(STAGES), PipelineState.start(1)
-    args = shared, _view_tiles(shared), output, batch, segment
-    visit_items(batch, segment, compute_scores, args, states)
+    tiles = _view_tiles(shared)
+    # an assignment would make a number of the constant
+    visit_items(
+        batch,
+        segment,
+        compute_scores,
+        (shared, tiles, output, batch, segment, CAUSAL),
+        states,
+    )
     # consume the last arrival, so that the named barrier ends as it began
     p_empty_wait()
 
@@ -97,13 +110,16 @@ def consume_scores(shared, output, batch, segment):
 @gluon.jit
 def compute_scores(item, args, states):
     """Compute and store what warpgroup 0 has of an item (`visit_items`)."""
-    shared, tiles, output, batch, segment = args
+    shared, tiles, output, batch, segment, _ = args
+    CAUSAL: gl.constexpr = args[5]
     kv_state, q_state = states
     scale_log2 = output.scale_log2
     if (item.begin == 0) & (item.end < item.num_tiles):
         store_split(output, batch, segment, item)
     shared.q_pipe.consumer_wait(q_state)
-    carry, kv_state = _mainloop(shared, tiles, batch, kv_state, item, scale_log2)
+    carry, kv_state = _mainloop(
+        shared, tiles, batch, kv_state, item, scale_log2, CAUSAL
+    )
     shared.q_pipe.consumer_release(q_state)
     inverse, lse = finish_softmax(carry, scale_log2)
     p_empty_wait()
@@ -134,7 +150,7 @@ def compute_values(item, args, kv_state):
     for _ in range(item.end - item.begin):
         p_full_wait()
         alpha = shared.alpha.load(ACC_ROWS)
-        shared.pipe_1.consumer_wait(kv_state)
+        wait_for_part(shared.pipe_1, kv_state)
         acc = acc * alpha[:, None]
         v = tiles.half_1.index(kv_state.stage())
         acc = warpgroup_mma(shared.p, v, acc, is_async=True)
@@ -151,13 +167,19 @@ def compute_values(item, args, kv_state):
 
 
 @gluon.jit
-def _mainloop(shared, tiles, batch, kv_state, item, scale_log2):
+def _mainloop(shared, tiles, batch, kv_state, item, scale_log2, CAUSAL: gl.constexpr):
     """Return the `LatentCarry` after all KV tiles of an item, and the next KV state."""
     ROWS: gl.constexpr = gl.SliceLayout(1, qk_layout())
     row = item.row_tile * BLOCK_M + gl.arange(0, BLOCK_M, ROWS)  # [BLOCK_M]
-    visible_end = gl.minimum(item.context + row // batch.num_heads + 1, item.seq_len)
+    if CAUSAL:
+        visible_end = item.context + row // batch.num_heads + 1
+        visible_end = gl.minimum(visible_end, item.seq_len)
+        visible_to_all = item.context + 1
+    else:
+        visible_end = row * 0 + item.seq_len
+        visible_to_all = item.seq_len
     # the first tiles need no mask for any row
-    num_unmasked = (item.context + 1) // BLOCK_N
+    num_unmasked = visible_to_all // BLOCK_N
     masked_begin = gl.minimum(gl.maximum(num_unmasked, item.begin), item.end - 1)
     carry, kv_state = _first_tile(
         shared, tiles, kv_state, item, visible_end, scale_log2
@@ -236,13 +258,13 @@ def _issue_qk(shared, tiles, kv_state):
     """
     stage = kv_state.stage()
     qk = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, qk_layout())
-    shared.pipe_1.consumer_wait(kv_state)
+    wait_for_part(shared.pipe_1, kv_state)
     rope, half_1 = tiles.rope.index(stage), tiles.half_1.index(stage)
     qk = warpgroup_mma(
         tiles.q_rope, rope.permute((1, 0)), qk, use_acc=False, is_async=True
     )
     qk = warpgroup_mma(tiles.q_1, half_1.permute((1, 0)), qk, is_async=True)
-    shared.pipe_0.consumer_wait(kv_state)
+    wait_for_part(shared.pipe_0, kv_state)
     half_0 = tiles.half_0.index(stage)
     return warpgroup_mma(tiles.q_0, half_0.permute((1, 0)), qk, is_async=True)
 

@@ -1,10 +1,13 @@
 """Kernel family of latent decodes on Hopper chips: supported calls.
 
 Latent decode is attention with one kv head of 576 elements whose values are the first 512 elements
-of its keys. The family computes every request of a call, of any mixture of lengths.
+of its keys. The family computes every request of a call, of any mixture of lengths. TMA reads cache
+blocks of a multiple of 16 slots; the slots of other blocks are copied one by one.
 """
 
 from operator import attrgetter
+
+from torch import Tensor
 
 from ....runtime.attention_call import AttentionCall
 from ....runtime.family import KernelFamily, Role
@@ -36,23 +39,32 @@ def plan(call: AttentionCall) -> LatentDecodePlan:
     """
     if not _is_latent_decode(call):
         raise unsupported("Hopper latent decode kernel")
-    blocks, block_size = call.key.shape[:2]
-    stride = call.key.stride(1)
-    block_rows = call.key.stride(0) // stride
+    key = call.key
     return LatentDecodePlan(
         dtype=call.query.dtype,
         num_heads=call.query.shape[1],
-        block_size=block_size,
-        kv_rows=(blocks - 1) * block_rows + block_size,
-        kv_stride=stride,
-        kv_block_rows=block_rows,
+        block_size=key.shape[1],
+        num_blocks=key.shape[0],
+        kv_stride=key.stride(1),
+        kv_block_stride=key.stride(0),
+        is_causal=call.options.causal is True,
+        is_copied=not _is_read_by_boxes(key),
     )
+
+
+def _is_read_by_boxes(key: Tensor) -> bool:
+    """Return whether TMA reads a cache as rows, of which a box of 16 does not cross a block."""
+    blocks, block_size, _, width = key.shape
+    block_stride, stride = key.stride()[:2]
+    if block_size % 16 or stride < width or block_stride % stride:
+        return False
+    return bool(blocks * (block_stride // stride) + BOX_MARGIN <= MAX_COORDINATE)
 
 
 def _is_latent_decode(call: AttentionCall) -> bool:
     """Return whether a call is a latent decode with dtypes, shapes and strides of this kernel."""
     query, key, value, block_table = call[:4]
-    if call.options.causal is not True or call.options.batch_invariant:
+    if type(call.options.causal) is not bool or call.options.batch_invariant:
         return False
     if any(option is not None for option in get_other_options(call.options)):
         return False
@@ -64,19 +76,17 @@ def _is_latent_decode(call: AttentionCall) -> bool:
     blocks, block_size, kv_heads, width = key.shape
     if (width, value.shape[-1], kv_heads) != (WIDTH.value, RANK.value, 1):
         return False
-    if query.shape[-1] != WIDTH.value or not blocks or block_size % 16:
+    if query.shape[-1] != WIDTH.value or not blocks or not block_size:
         return False
-    stride = key.stride(1)
-    if key.stride() != value.stride() or key.stride(3) != 1 or stride < WIDTH.value:
+    steps = key.stride()[:2]
+    if key.stride() != value.stride() or key.stride(3) != 1:
         return False
-    if stride % 8 or key.stride(0) % stride or key.stride(0) < 0:
+    if any(step % 8 or not 0 <= step <= MAX_COORDINATE for step in steps):
         return False
     if call.out.stride(2) != 1 or any(stride % 8 for stride in call.out.stride()[:2]):
         return False
     # offsets of heads have 32 bits
-    if query.shape[1] * call.out.stride(1) > MAX_COORDINATE:
-        return False
-    return bool(blocks * (key.stride(0) // stride) + BOX_MARGIN <= MAX_COORDINATE)
+    return bool(query.shape[1] * call.out.stride(1) <= MAX_COORDINATE)
 
 
 FAMILY = KernelFamily("sm90 latent", Role.EVERY, supports, plan)

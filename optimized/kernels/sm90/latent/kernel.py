@@ -5,9 +5,11 @@
 | 4 | consumer 0: Q @ K, softmax, P @ V of value columns 0 to 255 | consumer.py |
 | 4 | consumer 1: P @ V of value columns 256 to 511 | consumer.py |
 | 1 | producer: loads Q and the KV tiles by TMA | producer.py |
+| or 4 | producer: loads Q by TMA, and copies the KV tiles row by row | gather.py |
 
 A latent vector is loaded once and is key and value of all heads. Grid: one program per segment of
-`schedule.py`.
+`schedule.py`. There are two kernels: boxes of TMA read cache blocks of a multiple of 16 tokens, and
+copies read blocks of any size, such as the single slots of sparse attention.
 """
 
 from typing import NamedTuple
@@ -30,11 +32,13 @@ from .config import (
     BLOCK_N,
     BOX_COLUMNS,
     CONSUMER_REGISTERS,
+    COPY_WARPS,
     HALF_BOXES,
     PRODUCER_REGISTERS,
     STAGES,
 )
 from .consumer import consume_scores, consume_values
+from .gather import CachedLatents, produce_copies
 from .producer import produce
 from .schedule import find_latent_segment
 from .sync import LatentStorage
@@ -81,9 +85,53 @@ class LatentArguments(NamedTuple):
     block_table_stride: Number
 
 
+class CopiedLatentArguments(NamedTuple):
+    """The arguments of `copied_latent_decode_kernel`, in their order.
+
+    Args:
+        cache: [num_blocks, block_size, 1, RANK + ROPE_DIM].
+        kv_block_stride, kv_slot_stride: elements from cache block to cache block, and from slot to
+            slot.
+        q_desc, out, ...: as in `LatentArguments`.
+    """
+
+    q_desc: TensorMap
+    cache: Pointer
+    out: Pointer
+    lse: Pointer
+    partial_out: Pointer
+    partial_lse: Pointer
+    splits: Pointer
+    block_table: Pointer
+    query_start_loc: Pointer
+    seq_lens: Pointer
+    scale_log2: Option
+    num_reqs: Number
+    num_heads: Number
+    partial_rows: Number
+    kv_block_stride: Number
+    kv_slot_stride: Number
+    out_stride_token: Number
+    out_stride_head: Number
+    lse_stride_head: Number
+    lse_stride_token: Number
+    block_table_stride: Number
+
+
 @gluon.jit
-def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr):
-    """Return the `LatentStorage` of a program, with its barriers initialized."""
+def _allocate(
+    dtype: gl.constexpr,
+    q_rows: gl.constexpr,
+    box_rows: gl.constexpr,
+    IS_COPIED: gl.constexpr,
+):
+    """Return the `LatentStorage` of a program, with its barriers initialized.
+
+    Args:
+        q_rows, box_rows: rows of a box of queries, and of the cache.
+        IS_COPIED: whether all threads of the copying warps arrive at a full barrier.
+    """
+    ARRIVALS: gl.constexpr = 32 * COPY_WARPS if IS_COPIED else 1
     Q_BOXES: gl.constexpr = BLOCK_M // q_rows
     BOXES: gl.constexpr = STAGES * (BLOCK_N // box_rows)
     q_half: gl.constexpr = [Q_BOXES * HALF_BOXES, q_rows, BOX_COLUMNS]
@@ -97,15 +145,17 @@ def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr)
     p = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], SWIZZLED)
     alpha = gl.allocate_shared_memory(gl.float32, [BLOCK_M], LINEAR)
     q_pipe = MbarrierRing(allocate_barriers(1), allocate_barriers(1))
-    pipe_0 = MbarrierRing(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
-    pipe_1 = MbarrierRing(allocate_barriers(STAGES + 1), allocate_barriers(STAGES))
+    FULL: gl.constexpr = STAGES if IS_COPIED else STAGES + 1
+    pipe_0 = MbarrierRing(allocate_barriers(FULL), allocate_barriers(STAGES))
+    pipe_1 = MbarrierRing(allocate_barriers(FULL), allocate_barriers(STAGES))
     q_pipe.init_stage(0, 1)
     for i in gl.static_range(STAGES):
-        pipe_0.init_stage(i, 1)
+        pipe_0.init_stage(i, 1, ARRIVALS)
         # read by both consumers
-        pipe_1.init_stage(i, 2)
-    mbarrier.init(pipe_0.full.index(STAGES), count=1)
-    mbarrier.init(pipe_1.full.index(STAGES), count=1)
+        pipe_1.init_stage(i, 2, ARRIVALS)
+    if not IS_COPIED:
+        mbarrier.init(pipe_0.full.index(STAGES), count=1)
+        mbarrier.init(pipe_1.full.index(STAGES), count=1)
     fence_async_shared()
     return LatentStorage(
         q_0, q_1, q_rope, half_0, half_1, rope, p, alpha, q_pipe, pipe_0, pipe_1
@@ -113,15 +163,9 @@ def _allocate(dtype: gl.constexpr, q_rows: gl.constexpr, box_rows: gl.constexpr)
 
 
 @gluon.jit
-def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr):
-    """Compute the attention of all requests of a batch to their latents.
-
-    Args:
-        args: `LatentArguments`.
-        BLOCK_SIZE: tokens per cache block, a multiple of 16.
-    """
-    launch_dependents()
-    batch = BatchArgs(
+def _describe_batch(args):
+    """Return the `BatchArgs` of a kernel's arguments."""
+    return BatchArgs(
         block_table=args.block_table,
         block_table_stride=args.block_table_stride,
         query_start_loc=args.query_start_loc,
@@ -131,15 +175,31 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr):
         group_size=1,
         max_decode_rows=0,
     )
+
+
+@gluon.jit
+def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+    """Compute the attention of all requests of a batch to their latents.
+
+    Args:
+        args: `LatentArguments`.
+        BLOCK_SIZE: tokens per cache block, a multiple of 16.
+        CAUSAL: whether a query sees no later keys.
+    """
+    launch_dependents()
+    batch = _describe_batch(args)
     kv = TmaTensor(args.kv_desc, args.kv_block_rows, 0, 0)
     segment = find_latent_segment(batch)
     shared = _allocate(
-        kv.desc.dtype, args.q_desc.block_type.shape[0], kv.desc.block_type.shape[0]
+        kv.desc.dtype,
+        args.q_desc.block_type.shape[0],
+        kv.desc.block_type.shape[0],
+        False,
     )
     gl.warp_specialize(
         [
             # the first role runs in the 4 warps of the launch, the others in additional warps
-            (consume_scores, (shared, args, batch, segment)),
+            (consume_scores, (shared, args, batch, segment, CAUSAL)),
             (consume_values, (shared, args, batch, segment)),
             (produce, (shared, batch, args.q_desc, kv, segment, BLOCK_SIZE)),
         ],
@@ -148,6 +208,39 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr):
     )
 
 
+@gluon.jit
+def compute_copied_latents(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr):
+    """Compute the attention of all requests of a batch to latents in blocks of any size.
+
+    Args:
+        args: `CopiedLatentArguments`.
+        BLOCK_SIZE: tokens per cache block.
+        CAUSAL: whether a query sees no later keys.
+    """
+    launch_dependents()
+    batch = _describe_batch(args)
+    latents = CachedLatents(args.cache, args.kv_block_stride, args.kv_slot_stride)
+    segment = find_latent_segment(batch)
+    shared = _allocate(
+        args.q_desc.dtype, args.q_desc.block_type.shape[0], BLOCK_N, True
+    )
+    gl.warp_specialize(
+        [
+            (consume_scores, (shared, args, batch, segment, CAUSAL)),
+            (consume_values, (shared, args, batch, segment)),
+            (
+                produce_copies,
+                (shared, batch, args.q_desc, latents, segment, BLOCK_SIZE),
+            ),
+        ],
+        [4, COPY_WARPS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
 latent_decode_kernel = make_kernel(
     "latent_decode_kernel", compute_latent_decodes, LatentArguments
+)
+copied_latent_decode_kernel = make_kernel(
+    "copied_latent_decode_kernel", compute_copied_latents, CopiedLatentArguments
 )

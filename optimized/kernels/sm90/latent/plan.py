@@ -24,7 +24,12 @@ from ..common.warm import warm_every
 from .combination import Combination, lower_splits
 from .combine import MAX_SEGMENTS
 from .config import BLOCK_M, BLOCK_N, BOX_COLUMNS, RANK, WIDTH
-from .kernel import LatentArguments, latent_decode_kernel
+from .kernel import (
+    CopiedLatentArguments,
+    LatentArguments,
+    copied_latent_decode_kernel,
+    latent_decode_kernel,
+)
 
 SMALL_Q_ROWS = 16
 """Rows of the query box if a tile has no more; otherwise the box has BLOCK_M rows."""
@@ -38,17 +43,20 @@ class LatentDecodePlan:
         dtype: dtype of the queries, the cache and the output.
         num_heads: query heads.
         block_size: tokens per cache block.
-        kv_rows: rows of the cache, from its first block to its last.
-        kv_stride: elements from row to row.
-        kv_block_rows: rows from block to block.
+        num_blocks: blocks of the cache.
+        kv_stride, kv_block_stride: elements from slot to slot, and from block to block.
+        is_causal: whether a query sees no later keys.
+        is_copied: whether the cache is copied row by row instead of read by TMA.
     """
 
     dtype: torch.dtype
     num_heads: int
     block_size: int
-    kv_rows: int
+    num_blocks: int
     kv_stride: int
-    kv_block_rows: int
+    kv_block_stride: int
+    is_causal: bool
+    is_copied: bool
     _launchers: dict[int, Launcher] = field(default_factory=dict)
     _combination: Combination = field(default_factory=Combination)
     _tensor_maps: dict[tuple[int, int, int], list[Any]] = field(default_factory=dict)
@@ -124,15 +132,18 @@ class LatentDecodePlan:
         given = {
             "q_desc": query,
             "kv_desc": key,
+            "cache": key,
             "block_table": block_table,
             "seq_lens": call.lengths,
             "scale_log2": call.scale * LOG2_E.value,
-            "kv_block_rows": self.kv_block_rows,
+            "kv_block_rows": 0 if self.is_copied else self.kv_block_rows,
+            "kv_block_stride": self.kv_block_stride,
+            "kv_slot_stride": self.kv_stride,
             "block_table_stride": block_table.stride(0),
             **common,
         }
-        num_maps, pointers, options = find_ends(LatentArguments)
-        arguments = find_order(LatentArguments)(given)
+        num_maps, pointers, options = find_ends(self.arguments)
+        arguments = find_order(self.arguments)(given)
         tensors, tokens = arguments[:pointers], query.shape[0]
 
         def make_maps(q: int, k: int, *_: int) -> list[Any]:
@@ -162,22 +173,32 @@ class LatentDecodePlan:
             min(segments, num_reqs * max_row_tiles),
         )
 
+    @property
+    def arguments(self) -> Any:
+        """The NamedTuple of the first kernel's arguments."""
+        return CopiedLatentArguments if self.is_copied else LatentArguments
+
+    @property
+    def kv_block_rows(self) -> int:
+        """Rows from block to block of a cache that TMA reads."""
+        return self.kv_block_stride // self.kv_stride
+
     def launcher(self, q_rows: int) -> Launcher:
         """Return the launcher of the first kernel for a query box of `q_rows` rows."""
         launcher = self._launchers.get(q_rows)
         if launcher is None:
 
             def lower(query: Tensor, cache: Tensor, *others: Any) -> tuple[Any, ...]:
-                maps = (
-                    self.describe_query(query.data_ptr(), query.shape[0], q_rows),
-                    self.describe_cache(cache.data_ptr()),
+                of_query = self.describe_query(query.data_ptr(), query.shape[0], q_rows)
+                of_cache = (
+                    cache if self.is_copied else self.describe_cache(cache.data_ptr())
                 )
-                return lower_splits(LatentArguments, (*maps, *others))
+                return lower_splits(self.arguments, (of_query, of_cache, *others))
 
             launcher = Launcher(
-                latent_decode_kernel,
+                copied_latent_decode_kernel if self.is_copied else latent_decode_kernel,
                 lower,
-                {"BLOCK_SIZE": self.block_size},
+                {"BLOCK_SIZE": self.block_size, "CAUSAL": self.is_causal},
                 num_warps=4,
                 num_stages=1,
             )
@@ -187,7 +208,7 @@ class LatentDecodePlan:
     def tensor_maps(
         self, launcher: Launcher, q_rows: int, tokens: int, query: int, cache: int
     ) -> list[Any]:
-        """Return the encoded tensor maps of the queries and the cache.
+        """Return the encoded tensor maps of the queries and, if TMA reads it, the cache.
 
         Args:
             launcher: the launcher for a query box of `q_rows` rows.
@@ -203,6 +224,8 @@ class LatentDecodePlan:
             descriptor = self.describe_query(query, tokens, q_rows)
             query_map = launcher.encode(0, descriptor)
             self._tensor_maps[of_query] = query_map
+        if self.is_copied:
+            return query_map
         of_cache = (0, cache, 0)
         cache_map = self._tensor_maps.get(of_cache)
         if cache_map is None:
@@ -226,7 +249,10 @@ class LatentDecodePlan:
         box_rows = math.gcd(self.block_size, BLOCK_N.value)
         return TensorDescriptor(
             Address(cache, self.dtype),
-            [self.kv_rows, WIDTH.value],
+            [
+                (self.num_blocks - 1) * self.kv_block_rows + self.block_size,
+                WIDTH.value,
+            ],
             [self.kv_stride, 1],
             [box_rows, BOX_COLUMNS.value],
             SWIZZLED.value,

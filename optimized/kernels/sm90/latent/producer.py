@@ -76,8 +76,7 @@ def load_item(item, args, states):
         _load_boxes(kv.desc, shared.half_0, stage, barrier, rows, 0, HALF_BOXES)
         if i == 0:
             # after the first KV tile, which does not wait for the end of the item before
-            first_row = item.query_start * batch.num_heads + item.row_tile * BLOCK_M
-            _load_q(shared, q_desc, q_state, first_row)
+            load_q(shared, q_desc, q_state, batch, item)
         if is_tail:
             mbarrier.wait(shared.pipe_1.full.index(STAGES), tail_state.phase())
             mbarrier.wait(shared.pipe_0.full.index(STAGES), tail_state.phase())
@@ -94,8 +93,9 @@ def load_item(item, args, states):
 
 
 @gluon.jit
-def _load_q(shared, desc, state, row):
+def load_q(shared, desc, state, batch, item):
     """Load the query rows of an item. Rows past the box hold anything."""
+    row = item.query_start * batch.num_heads + item.row_tile * BLOCK_M
     Q_ROWS: gl.constexpr = desc.block_type.shape[0]
     ROW_BOXES: gl.constexpr = BLOCK_M // Q_ROWS
     shared.q_pipe.producer_acquire(state)

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ..common.pipeline import ARRIVE_PTX, WAIT_PTX, named_barrier
+from .config import STAGES
 
 # Triton numbers its own named barriers from 0, so the last 2 of 16 are taken.
 P_FULL = gl.constexpr(14)
@@ -27,8 +29,8 @@ class LatentStorage(NamedTuple):
         p: [BLOCK_M, BLOCK_N] weights of one KV tile.
         alpha: [BLOCK_M] float32, by which the accumulator must be multiplied before P @ V.
         q_pipe: one stage.
-        pipe_0: STAGES stages of half 0. One full barrier more, the last, is for a tile whose last
-            rows must be cleared.
+        pipe_0: STAGES stages of half 0. If TMA loads them, one full barrier more, the last, is for
+            a tile whose last rows must be cleared. Copied tiles have no such rows.
         pipe_1: the same of half 1 and the rope columns.
     """
 
@@ -43,6 +45,20 @@ class LatentStorage(NamedTuple):
     q_pipe: Any
     pipe_0: Any
     pipe_1: Any
+
+
+@gluon.jit
+def wait_for_part(pipe, state):
+    """Wait until a part of a KV tile is in shared memory, and may be an operand of a product.
+
+    Args:
+        pipe: the ring of the part.
+    """
+    IS_COPIED: gl.constexpr = pipe.full.shape[0] == STAGES
+    pipe.consumer_wait(state)
+    if IS_COPIED:
+        # written by threads, and read by the tensor cores through the async proxy
+        fence_async_shared()
 
 
 @gluon.jit
