@@ -160,7 +160,7 @@ def draw_index_inputs(
     weights = torch.randn(shape, device=device, generator=generator)
     order = torch.randperm(num_blocks, device=device, generator=generator).int()
     table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
-    for row, own in zip(table, order.split(counts), strict=True):
+    for row, own in zip(table, torch.split(order, counts), strict=True):
         row[: len(own)] = own
     starts = torch.tensor([0, *workload.query_lens]).cumsum(0)
     return IndexInputs(
