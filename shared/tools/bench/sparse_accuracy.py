@@ -41,6 +41,10 @@ class ExpectedSelection:
                 " or twice",
             )
         own = self.scores.gather(1, found.clamp(min=0))
+        wrong = (own == -torch.inf) & (found >= 0)
+        if bool(wrong.any()):
+            token = int(wrong.any(1).nonzero()[0])
+            return Finding(False, f"row {token} has a key that it does not see")
         own = own.masked_fill(found < 0, -torch.inf).sort(1, descending=True).values
         right = torch.full_like(own, -torch.inf)
         taken = min(self.selected, keys)
