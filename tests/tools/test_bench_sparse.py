@@ -11,9 +11,9 @@ from bench_runs import CEILINGS, run
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.bench import Benchmark, choose_settings, load_workloads
 from pagetwin.tools.bench.libraries import all_libraries
-from pagetwin.tools.bench.sparse_accuracy import find_any_expected
-from pagetwin.tools.bench.sparse_costs import SPARSE_KINDS, count_selected
-from pagetwin.tools.bench.sparse_inputs import (
+from pagetwin.tools.bench.sparse.accuracy import find_any_expected
+from pagetwin.tools.bench.sparse.costs import SPARSE_KINDS, count_selected
+from pagetwin.tools.bench.sparse.inputs import (
     IndexInputs,
     SelectInputs,
     SparseInputs,
@@ -63,7 +63,7 @@ def test_every_library_of_the_suite_has_a_name_that_the_command_takes() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_token_selects_distinct_keys_that_it_sees(name: str) -> None:
+def test_a_token_selects_distinct_visible_keys(name: str) -> None:
     workload = tiny(name)
     one, again, other = (draw_any_inputs(workload, seed, "cpu") for seed in (1, 1, 2))
     assert isinstance(one, SparseInputs) and isinstance(again, SparseInputs)

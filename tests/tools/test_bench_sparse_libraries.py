@@ -10,17 +10,17 @@ import torch
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
 from pagetwin.tools.bench import load_workloads
-from pagetwin.tools.bench.libraries import vllm_sparse
 from pagetwin.tools.bench.libraries.flash_attention_3 import FlashAttention3
-from pagetwin.tools.bench.libraries.flash_mla_sparse import (
+from pagetwin.tools.bench.libraries.library import Declined
+from pagetwin.tools.bench.libraries.sparse import vllm_triton as vllm_sparse
+from pagetwin.tools.bench.libraries.sparse.flash_mla import (
     FlashMLARecords,
     FlashMLASparse,
 )
-from pagetwin.tools.bench.libraries.library import Declined
-from pagetwin.tools.bench.libraries.torch_sparse import TorchScores, TorchTopk
+from pagetwin.tools.bench.libraries.sparse.torch_products import TorchScores, TorchTopk
 from pagetwin.tools.bench.libraries.xformers_split_k import XFormers
-from pagetwin.tools.bench.sparse_accuracy import find_any_expected
-from pagetwin.tools.bench.sparse_inputs import AnyInputs, SparseInputs, draw_any_inputs
+from pagetwin.tools.bench.sparse.accuracy import find_any_expected
+from pagetwin.tools.bench.sparse.inputs import AnyInputs, SparseInputs, draw_any_inputs
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(
@@ -126,7 +126,7 @@ def test_flashmla_reads_the_same_latents_from_records_with_padded_heads(
 
     library.impl("sparse_decode_fwd", decode, "CPU")
     monkeypatch.setattr(
-        "pagetwin.tools.bench.libraries.flash_mla_sparse.load_implementation",
+        "pagetwin.tools.bench.libraries.sparse.flash_mla.load_implementation",
         lambda _: REFERENCE,
     )
     flashmla = FlashMLARecords("cpu")

@@ -91,5 +91,5 @@ def test_a_wheel_without_later_kernels_is_staged_without_them(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", STAND_INS)
-def test_a_stand_in_is_python(name: str) -> None:
+def test_a_replaced_module_is_python(name: str) -> None:
     ast.parse(STAND_INS[name].replace("{version!r}", "'0.33.0'"))

@@ -26,9 +26,9 @@ from .libraries.ours import name_tables
 from .machine import describe_card, describe_machine
 from .results import FORMAT, BenchStatus, Entry, workload_record
 from .settings import BenchSettings
-from .sparse_accuracy import Expected, find_any_expected
-from .sparse_costs import SPARSE_KINDS
-from .sparse_inputs import AnyInputs, draw_any_inputs
+from .sparse.accuracy import Expected, find_any_expected
+from .sparse.costs import SPARSE_KINDS
+from .sparse.inputs import AnyInputs, draw_any_inputs
 from .timing import Stopwatch, captured, time_hosts, time_interleaved
 from .workloads import Workload, published_figures
 

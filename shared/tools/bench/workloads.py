@@ -15,7 +15,7 @@ import torch
 
 from ...contract.cache_formats import FORMATS, CacheFormat, find_format
 from ..bench_names import choose_names, read_suite
-from .sparse_costs import SPARSE_KINDS, sparse_bytes, sparse_flops
+from .sparse.costs import SPARSE_KINDS, sparse_bytes, sparse_flops
 
 KINDS = (
     "decode", "cross", "prefill", "mixed", "latent", "cascade", "encoder", "write",
@@ -55,8 +55,8 @@ class Workload:
         in_page: Whether the scales of that format are in the pages of its codes.
         nope_head_size: Of latents: elements of an expanded key without position. They and the rope
             elements set the scale of the scores.
-        selected: Of kinds "sparse" and "select": keys that a token selects. A token that sees fewer
-            selects all of them.
+        selected: Of kinds "sparse" and "select": keys that a token selects. A token to which
+            fewer are visible selects all of them.
         source: Where such a shape is found.
         baselines: Implementations to compare ours with. The fastest counts. If empty, all.
         aim: Optional. Largest ratio of our time to the baseline's that counts as met.

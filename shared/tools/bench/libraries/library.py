@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ..inputs import Inputs
-from ..sparse_inputs import AnyInputs, IndexInputs, SelectInputs, SparseInputs
+from ..sparse.inputs import AnyInputs, IndexInputs, SelectInputs, SparseInputs
 from ..workloads import Workload
 
 BLOCKS_OF_ONE = "slots as a block table of blocks of one, prepared in advance"

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....contract.operations import load_implementation
 from ..inputs import Inputs
-from ..sparse_inputs import IndexInputs, SelectInputs, SparseInputs
+from ..sparse.inputs import IndexInputs, SelectInputs, SparseInputs
 from .launches import watch_launches
 from .library import AttentionLibrary, Declined, Prepared
 

@@ -3,14 +3,14 @@
 from ...bench_names import find_implementations
 from .flash_attention_3 import FlashAttention3
 from .flash_mla import FlashMLA
-from .flash_mla_sparse import FlashMLARecords, FlashMLASparse
 from .flashinfer import FlashInfer
 from .library import AttentionLibrary
 from .ours import Ours, OursPlain, OursUnquantised
+from .sparse.flash_mla import FlashMLARecords, FlashMLASparse
+from .sparse.torch_products import TorchScores, TorchTopk
+from .sparse.vllm_triton import VLLMDecode, VLLMIndexer, VLLMSparse
 from .torch_index import TorchIndex
 from .torch_sdpa import TorchAttention
-from .torch_sparse import TorchScores, TorchTopk
-from .vllm_sparse import VLLMDecode, VLLMIndexer, VLLMSparse
 from .vllm_triton import VLLMTriton
 from .xformers_split_k import XFormers
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ....contract.indexer_cache import split_indexer_cache
-from ..inputs import Inputs
-from ..sparse_inputs import FP8, IndexInputs, SelectInputs, SparseInputs
-from .library import AttentionLibrary, Declined, Prepared
+from .....contract.indexer_cache import split_indexer_cache
+from ...inputs import Inputs
+from ...sparse.inputs import FP8, IndexInputs, SelectInputs, SparseInputs
+from ..library import AttentionLibrary, Declined, Prepared
 
 
 class TorchSparse(AttentionLibrary):

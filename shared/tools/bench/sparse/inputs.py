@@ -6,10 +6,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...contract.indexer_cache import SCALE_BYTES, split_indexer_cache
-from .inputs import Inputs, draw_inputs
-from .sparse_costs import count_selected
-from .workloads import Workload
+from ....contract.indexer_cache import SCALE_BYTES, split_indexer_cache
+from ..inputs import Inputs, draw_inputs
+from ..workloads import Workload
+from .costs import count_selected, visible_keys
 
 FP8 = torch.float8_e4m3fn
 
@@ -19,8 +19,8 @@ class SparseInputs(Inputs):
     """The tensors of one workload of kind "sparse".
 
     Args:
-        slots: [tokens, selected] int32 cache slots of each token: distinct keys that it sees, in
-            random order. -1 after the last one, if it sees fewer.
+        slots: [tokens, selected] int32 cache slots of each token: distinct visible keys, in random
+            order. -1 after the last one, if fewer are visible.
     """
 
     slots: Tensor = field(kw_only=True)
@@ -84,7 +84,7 @@ class SelectInputs:
 
     Args:
         workload: The batch.
-        scores: [tokens, keys] float32; -inf where a token does not see a key.
+        scores: [tokens, keys] float32; -inf where a key is not visible.
     """
 
     workload: Workload
@@ -106,7 +106,7 @@ def draw_any_inputs(
         generator = torch.Generator(device=device).manual_seed(seed)
         shape = (workload.tokens, max(workload.kv_lens))
         scores = torch.randn(shape, device=device, generator=generator)
-        seen = torch.tensor(_visible(workload), device=device)
+        seen = torch.tensor(visible_keys(workload), device=device)
         position = torch.arange(shape[1], device=device)
         scores.masked_fill_(position >= seen[:, None], -torch.inf)
         return SelectInputs(workload, scores)
@@ -116,7 +116,7 @@ def draw_any_inputs(
 def draw_sparse_inputs(
     workload: Workload, seed: int, device: torch.device | str
 ) -> SparseInputs:
-    """Return a paged batch, and slots of randomly selected keys that each token sees."""
+    """Return a paged batch, and slots of randomly selected visible keys of each token."""
     kind = "latent" if workload.shares_values else "decode"
     paged = draw_inputs(replace(workload, kind=kind), seed, device)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
@@ -172,12 +172,3 @@ def draw_index_inputs(
         starts.int().to(device),
         torch.tensor(workload.kv_lens, dtype=torch.int32, device=device),
     )
-
-
-def _visible(workload: Workload) -> list[int]:
-    """Return [tokens] keys that each token sees."""
-    return [
-        seen
-        for new, kv in zip(workload.query_lens, workload.kv_lens, strict=True)
-        for seen in range(kv - new + 1, kv + 1)
-    ]

@@ -1,40 +1,72 @@
 """Minimum of bytes and operations of sparse attention, of its indexer and of its selection."""
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ...contract.indexer_cache import SCALE_BYTES
+import torch
 
-if TYPE_CHECKING:
-    from .workloads import Workload
+from ....contract.indexer_cache import SCALE_BYTES
 
 SPARSE_KINDS = ("sparse", "score", "select")
 """Attention over selected keys; the indexer's scores of all keys; the largest scores."""
 SCORE_BYTES = POSITION_BYTES = 4
 
 
-def count_selected(workload: "Workload") -> list[int]:
-    """Return [tokens] keys that each token selects: all that it sees, if they are fewer.
+class SparseBatch(Protocol):
+    """What of a workload counts; `Workload` has it."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def query_lens(self) -> tuple[int, ...]: ...
+    @property
+    def kv_lens(self) -> tuple[int, ...]: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def query_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def value_size(self) -> int: ...
+    @property
+    def shares_values(self) -> bool: ...
+    @property
+    def selected(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
+    def row_bytes(self, size: int) -> int:
+        """Return the bytes of a key or value of so many elements in the cache."""
+        ...
+
+
+def count_selected(workload: SparseBatch) -> list[int]:
+    """Return [tokens] keys that each token selects: all that are visible to it, if they are fewer.
 
     Example:
-        2 new tokens of 10, 9 selected: they see 9 and 10 keys, so 9 and 9.
+        2 new tokens of 10, 9 selected: 9 and 10 keys are visible, so 9 and 9.
     """
-    visible = [
-        seen
+    return [min(count, workload.selected) for count in visible_keys(workload)]
+
+
+def visible_keys(workload: SparseBatch) -> list[int]:
+    """Return [tokens] keys that are visible to each token."""
+    return [
+        count
         for new, kv in zip(workload.query_lens, workload.kv_lens, strict=True)
-        for seen in range(kv - new + 1, kv + 1)
+        for count in range(kv - new + 1, kv + 1)
     ]
-    return [min(seen, workload.selected) for seen in visible]
 
 
-def count_visible(workload: "Workload") -> int:
-    """Return the pairs of a new token and a key that it sees."""
-    return sum(
-        new * (2 * kv - new + 1) // 2
-        for new, kv in zip(workload.query_lens, workload.kv_lens, strict=True)
-    )
+def count_visible(workload: SparseBatch) -> int:
+    """Return the pairs of a new token and a key that is visible to it."""
+    return sum(visible_keys(workload))
 
 
-def sparse_bytes(workload: "Workload") -> int:
+def sparse_bytes(workload: SparseBatch) -> int:
     """Return the minimum of bytes moved.
 
     Of attention: a request's selected keys and values once, at least those of its last token;
@@ -63,7 +95,7 @@ def sparse_bytes(workload: "Workload") -> int:
     return read * row * workload.kv_heads + slots + rows
 
 
-def sparse_flops(workload: "Workload") -> int:
+def sparse_flops(workload: SparseBatch) -> int:
     """Return the minimum of operations: 2 per element, query head and key; none of a selection."""
     if workload.kind == "select":
         return 0

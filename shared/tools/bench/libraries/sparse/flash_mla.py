@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....contract.operations import load_implementation
-from ..inputs import Inputs
-from ..sparse_inputs import SparseInputs
-from .flash_mla import BLOCK_SIZE, FlashMLA
-from .library import Declined, Prepared
+from .....contract.operations import load_implementation
+from ...inputs import Inputs
+from ...sparse.inputs import SparseInputs
+from ..flash_mla import BLOCK_SIZE, FlashMLA
+from ..library import Declined, Prepared
 
 RANK, WIDTH = 512, 576
 RECORD_BYTES = 656

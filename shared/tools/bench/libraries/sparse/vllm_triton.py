@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inputs import Inputs
-from ..sparse_inputs import IndexInputs, SparseInputs
-from .library import (
+from ...inputs import Inputs
+from ...sparse.inputs import IndexInputs, SparseInputs
+from ..library import (
     BLOCKS_OF_ONE,
     AttentionLibrary,
     Declined,

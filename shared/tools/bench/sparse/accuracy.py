@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...contract.indexer_cache import split_indexer_cache
-from .accuracy import ExpectedRows, Finding, choose_rows, find_expected
-from .sparse_inputs import FP8, AnyInputs, IndexInputs, SelectInputs, SparseInputs
+from ....contract.indexer_cache import split_indexer_cache
+from ..accuracy import ExpectedRows, Finding, choose_rows, find_expected
+from .inputs import FP8, AnyInputs, IndexInputs, SelectInputs, SparseInputs
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class ExpectedSelection:
     def check(self, out: Tensor, _dtype: torch.dtype) -> Finding:
         """Return whether positions [tokens, selected] have the largest scores, in any order.
 
-        Of equal scores any are right. -1 is expected where a token sees fewer keys.
+        Of equal scores any are right. -1 is expected where fewer keys are
+        visible.
         """
         tokens, keys = self.scores.shape
         if list(out.shape) != [tokens, self.selected]:
@@ -44,7 +45,7 @@ class ExpectedSelection:
         wrong = (own == -torch.inf) & (found >= 0)
         if bool(wrong.any()):
             token = int(wrong.any(1).nonzero()[0])
-            return Finding(False, f"row {token} has a key that it does not see")
+            return Finding(False, f"row {token} has a key that is not visible")
         own = own.masked_fill(found < 0, -torch.inf).sort(1, descending=True).values
         right = torch.full_like(own, -torch.inf)
         taken = min(self.selected, keys)
