@@ -74,7 +74,7 @@ def sparse_attention(
         return out
 
     # step: move the entries without a slot to the end, in the order of the others
-    order = (slots < 0).int().argsort(1, stable=True)
+    order = (slots < 0).int().argsort(dim=1, stable=True)
     table = slots.gather(1, order).clamp(min=0)
 
     # step: see each slot as a block
