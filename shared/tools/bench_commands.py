@@ -75,7 +75,8 @@ Suite = Annotated[
     str,
     typer.Option(
         help="Suite of workloads: standard, extended (each with an aim), formats (caches of"
-        " codes), all (the first two)."
+        " codes), sparse (attention over selected keys, and their selection), all (the first"
+        " two)."
     ),
 ]
 JsonFile = Annotated[

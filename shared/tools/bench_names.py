@@ -15,6 +15,7 @@ SUITES = {
     "standard": ("workloads.json",),
     "extended": ("extended.json",),
     "formats": ("formats.json",),
+    "sparse": ("sparse.json",),
     "all": ("workloads.json", "extended.json"),
 }
 """Files of each suite of workloads."""
@@ -24,6 +25,11 @@ IMPLEMENTATIONS = (
 """Names of the libraries that every suite can time."""
 BEYOND_STANDARD = ("ours-plain", "ours-bf16", "flashmla", "torch-index")
 """Names of those that the standard suite has no workload for."""
+SPARSE = (
+    "ours", "fa3", "flashmla", "flashmla-fp8", "flashinfer", "vllm", "vllm-decode",
+    "vllm-sparse", "vllm-indexer", "torch-flash", "torch-topk", "torch-scores",
+)  # fmt: skip
+"""Names of the libraries that the suite of sparse attention can time."""
 
 
 def read_suite(suite: str) -> list[dict[str, Any]]:
@@ -76,6 +82,13 @@ def find_implementations(name: str, known: Sequence[str]) -> list[str]:
     return found
 
 
+def known_libraries(suite: str) -> tuple[str, ...]:
+    """Return the names of the libraries that a suite can time."""
+    if suite == "sparse":
+        return SPARSE
+    return IMPLEMENTATIONS + (BEYOND_STANDARD if suite != "standard" else ())
+
+
 def check_names(
     names: Sequence[str],
     suite: str,
@@ -95,7 +108,7 @@ def check_names(
         ValueError: The message says which.
     """
     choose_names(names, suite)
-    known = [*IMPLEMENTATIONS, *(BEYOND_STANDARD if suite != "standard" else ())]
+    known = list(known_libraries(suite))
     chosen = set(known if not implementations else ())
     for name in implementations:
         chosen.update(find_implementations(name, known))

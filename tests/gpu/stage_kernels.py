@@ -19,7 +19,12 @@ KERNELS = (
     "triton_reshape_and_cache_flash.py",
     "triton_merge_attn_states.py",
 )
-LATER = ("int4_per_token_head.py", "triton_decode_attention.py")
+LATER = (
+    "int4_per_token_head.py",
+    "triton_decode_attention.py",
+    "xpu_mla_sparse.py",
+    "rocm_aiter_mla_sparse.py",
+)
 """Kernels that some versions do not have."""
 STAND_INS = {
     "vllm/__init__.py": "__version__ = {version!r}\n",
@@ -65,8 +70,65 @@ class Cuda:
 
 current_platform = Cuda()
 """,
-    "vllm/triton_utils.py": "import triton\nimport triton.language as tl\n",
+    "vllm/triton_utils.py": """
+import math
+
+import triton
+import triton.language as tl
+
+LOG2E = 1 / math.log(2)
+LOGE2 = math.log(2)
+""",
+    "vllm/compilation/breakable_cudagraph.py": """
+def eager_break_during_capture(function):
+    return function
+""",
+    "vllm/config.py": """
+CUDAGraphMode = None
+
+
+def get_current_vllm_config():
+    raise RuntimeError("this package has kernels of vLLM only")
+""",
+    "vllm/forward_context.py": """
+def get_forward_context():
+    raise RuntimeError("this package has kernels of vLLM only")
+""",
+    "vllm/v1/attention/backends/mla/indexer.py": "DeepseekV32IndexerMetadata = None\n",
+    "vllm/v1/attention/ops/common.py": "pack_seq_triton = unpack_seq_triton = None\n",
+    "vllm/v1/worker/workspace.py": """
+import torch
+
+_device = None
+
+
+def init_workspace_manager(device):
+    global _device
+    _device = device
+
+
+def is_workspace_manager_initialized():
+    return _device is not None
+
+
+class Workspace:
+    def get_simultaneous(self, *wanted):
+        return [
+            torch.empty(shape, dtype=dtype, device=_device) for shape, dtype in wanted
+        ]
+
+
+def current_workspace_manager():
+    return Workspace()
+""",
     "vllm/utils/torch_utils.py": """
+LayerNameType = str
+
+
+def direct_register_custom_op(**_operator):
+    pass
+
+
 def is_quantized_kv_cache(kv_cache_dtype):
     return kv_cache_dtype.startswith("fp8") or kv_cache_dtype.endswith("per_token_head")
 """,

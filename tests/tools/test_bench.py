@@ -329,7 +329,7 @@ def test_without_a_gpu_full_workloads_are_rejected_and_smoke_is_named() -> None:
         (("--flashmla", "nowhere.so"), "flashmla = nowhere.so"),
         (
             ("--suite", "both"),
-            "suite = 'both': expected standard, extended, formats, all",
+            "suite = 'both': expected standard, extended, formats, sparse, all",
         ),
     ],
 )

@@ -184,6 +184,11 @@ PLANS = [
     SparsePlan((), needle=False, seed=8),
     SparsePlan((70, 300), num_blocks=100, block_size=16, kv_heads=1, head_size=576,
                value_size=512, dtype=torch.bfloat16, seed=9),
+    SparsePlan((129, 0, 1, 64), num_blocks=3, block_size=64, kv_heads=1, group=8,
+               head_size=576, value_size=512, dtype=torch.bfloat16, repeats=True, seed=10),
+    SparsePlan((33, 0, 5), num_blocks=2, block_size=64, kv_heads=1, group=11,
+               head_size=576, value_size=512, dtype=torch.bfloat16, spare=130,
+               options=("sinks",), seed=11),
 ]  # fmt: skip
 """Heads and latents, layouts, rows of any length, options."""
 

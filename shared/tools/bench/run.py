@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..files import write_text
-from .accuracy import ExpectedRows, Finding, check_write, find_expected
+from .accuracy import Finding, check_write
 from .ceilings import Ceilings, measure_ceilings
-from .inputs import Inputs, draw_inputs
+from .inputs import Inputs
 from .libraries import all_libraries, choose_libraries
 from .libraries.library import AttentionLibrary, Declined, Prepared
 from .libraries.ours import name_tables
 from .machine import describe_card, describe_machine
 from .results import FORMAT, BenchStatus, Entry, workload_record
 from .settings import BenchSettings
+from .sparse.accuracy import Expected, find_any_expected
+from .sparse.costs import SPARSE_KINDS
+from .sparse.inputs import AnyInputs, draw_any_inputs
 from .timing import Stopwatch, captured, time_hosts, time_interleaved
 from .workloads import Workload, published_figures
 
@@ -150,8 +154,10 @@ class Benchmark:
         self.seeds[workload.name].append(seed)
         entries = self.entries[workload.name]
         try:
-            inputs = draw_inputs(workload, seed, self.settings.device)
-            expected = None if workload.kind == "write" else find_expected(inputs)
+            inputs = draw_any_inputs(workload, seed, self.settings.device)
+            expected = None
+            if workload.kind != "write":
+                expected = find_any_expected(inputs)
         except torch.OutOfMemoryError as error:
             for entry in entries.values():
                 if entry.is_open:
@@ -201,8 +207,8 @@ class Benchmark:
     def _check(
         self,
         library: AttentionLibrary,
-        inputs: Inputs,
-        expected: ExpectedRows | None,
+        inputs: AnyInputs,
+        expected: Expected | None,
         entry: Entry,
         stopwatch: Stopwatch,
     ) -> tuple[Callable[[], Any], Callable[[], Any]] | None:
@@ -210,11 +216,11 @@ class Benchmark:
 
         On a GPU the output of the captured graph is checked, because that is what is timed.
         """
-        prepared = library.prepare(inputs)
+        prepared = library.prepare_any(inputs)
         entry.note, entry.same_work = prepared.note, prepared.same_work
         call = prepared.call
         if expected is None:
-            inputs.poison_cache()
+            _poison_cache(inputs)
         if entry.kernels:
             result = call()
         else:
@@ -227,9 +233,9 @@ class Benchmark:
             if graph is not None:
                 call, result = graph.replay, graph.result
             if expected is None:
-                inputs.poison_cache()
+                _poison_cache(inputs)
             else:
-                result.fill_(torch.nan)
+                _poison(result)
             if graph is None:
                 result = call()
             else:
@@ -249,10 +255,14 @@ class Benchmark:
         """Return whether a library is timed although its error exceeds the budget.
 
         That is a library that rounds more often (`rounds_more`), in a workload with an aim, whose
-        table shows the error, or a write. An output that is not finite has no error and is wrong.
+        table shows the error, a write, or sparse attention. An output that is not finite has no
+        error and is wrong.
         """
         is_small = 0 < found.error <= LARGEST_ERROR
-        may_round = workload.aim is not None or workload.kind == "write"
+        may_round = workload.aim is not None or workload.kind in (
+            "write",
+            *SPARSE_KINDS,
+        )
         return prepared.rounds_more and may_round and is_small
 
     def _check_device(self, who: str, workload: Workload) -> None:
@@ -333,11 +343,23 @@ class Benchmark:
 
 
 def _find(
-    prepared: Prepared, result: Any, inputs: Inputs, expected: ExpectedRows | None
+    prepared: Prepared, result: Any, inputs: AnyInputs, expected: Expected | None
 ) -> Finding:
     if expected is None:
+        assert isinstance(inputs, Inputs)
         return check_write(inputs)
     return expected.check(prepared.rows(result), inputs.workload.dtype)
+
+
+def _poison_cache(inputs: AnyInputs) -> None:
+    """Fill the cache of a write with NaN."""
+    assert isinstance(inputs, Inputs)
+    inputs.poison_cache()
+
+
+def _poison(result: Tensor) -> None:
+    """Fill an output with NaN, or positions with one that no selection has; in place."""
+    result.fill_(torch.nan if result.is_floating_point() else -2)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ class BenchSettings:
         smoke: Whether the workloads are tiny. Their times have no meaning.
         fa3: Optional. The file with FlashAttention-3's operators. If None, an installed package.
         flashmla: Optional. The same for FlashMLA's operators.
-        suite: The suite of the workloads: "standard", "extended" or "all".
+        suite: The suite of the workloads: one of `SUITES`.
     """
 
     workloads: tuple[Workload, ...]

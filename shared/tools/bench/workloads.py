@@ -15,9 +15,11 @@ import torch
 
 from ...contract.cache_formats import FORMATS, CacheFormat, find_format
 from ..bench_names import choose_names, read_suite
+from .sparse.costs import SPARSE_KINDS, sparse_bytes, sparse_flops
 
 KINDS = (
-    "decode", "cross", "prefill", "mixed", "latent", "cascade", "encoder", "write"
+    "decode", "cross", "prefill", "mixed", "latent", "cascade", "encoder", "write",
+    *SPARSE_KINDS,
 )  # fmt: skip
 TINY_LEN = 48
 
@@ -30,7 +32,8 @@ class Workload:
         name: Name of the workload.
         kind: One of KINDS. "encoder" has no cache, "write" is a cache write without attention. In
             "latent" the values are the first elements of the keys. In "cascade" all requests
-            share a prefix.
+            share a prefix. In "sparse" each token attends to selected keys; "score" and "select"
+            find them.
         about: What it shows.
         query_lens: [reqs] new tokens of each request.
         kv_lens: [reqs] tokens of each request, the new ones included.
@@ -50,8 +53,10 @@ class Workload:
         cache_format: Optional. A format that measures its scales. If None, the cache has numbers of
             `kv_dtype`, FP8 ones with the scale 1.
         in_page: Whether the scales of that format are in the pages of its codes.
-        nope_head_size: Of kind "latent": elements of an expanded key without position. They and
-            the rope elements set the scale of the scores.
+        nope_head_size: Of latents: elements of an expanded key without position. They and the rope
+            elements set the scale of the scores.
+        selected: Of kinds "sparse" and "select": keys that a token selects. A token to which
+            fewer are visible selects all of them.
         source: Where such a shape is found.
         baselines: Implementations to compare ours with. The fastest counts. If empty, all.
         aim: Optional. Largest ratio of our time to the baseline's that counts as met.
@@ -78,6 +83,7 @@ class Workload:
     query_dtype: torch.dtype | None = None
     shared_prefix: int = 0
     nope_head_size: int | None = None
+    selected: int = 0
     cache_format: str | None = None
     in_page: bool = False
     source: str = ""
@@ -88,6 +94,12 @@ class Workload:
     def value_size(self) -> int:
         """Elements of a value."""
         return self.value_head_size or self.head_size
+
+    @property
+    def shares_values(self) -> bool:
+        """Whether the values are the first elements of the keys."""
+        is_sparse = self.kind == "sparse" and self.kv_heads == 1
+        return self.kind == "latent" or (is_sparse and self.value_size < self.head_size)
 
     @property
     def scale(self) -> float:
@@ -165,6 +177,8 @@ class Workload:
             16 bits: its queries attend to the last 5 keys, 5 * 1 * (8 + 8) * 2 = 160 bytes; queries
             and outputs are 2 * 2 * (8 + 8) * 2 = 128 more.
         """
+        if self.kind in SPARSE_KINDS:
+            return sparse_bytes(self)
         both = self.head_size + self.value_size
         row = self.row_bytes(self.head_size)
         if self.kind != "latent":
@@ -191,6 +205,8 @@ class Workload:
         """
         if self.kind == "write":
             return 0
+        if self.kind in SPARSE_KINDS:
+            return sparse_flops(self)
         pairs = 0
         for new, kv in zip(self.query_lens, self.kv_lens, strict=True):
             window = self.sliding_window or kv
@@ -229,6 +245,7 @@ class Workload:
             block_size=16,
             sliding_window=None if self.sliding_window is None else 16,
             shared_prefix=min(self.shared_prefix, 32),
+            selected=min(self.selected, 16),
         )
 
 
@@ -260,7 +277,7 @@ def _parse(stored: dict[str, Any]) -> Workload:
         for name in (
             "sliding_window", "value_head_size", "logits_soft_cap", "sinks", "alibi",
             "batch_invariant", "shared_prefix", "nope_head_size", "cache_format", "in_page",
-            "source", "aim",
+            "selected", "source", "aim",
         )
         if name in stored
     }  # fmt: skip

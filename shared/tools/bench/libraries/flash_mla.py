@@ -37,6 +37,7 @@ class FlashMLA(AttentionLibrary):
     """
 
     name, title = "flashmla", "FlashMLA"
+    operator = "dense_decode_fwd"
 
     def __init__(self, device: str, path: str | None = None) -> None:
         super().__init__(device)
@@ -60,7 +61,7 @@ class FlashMLA(AttentionLibrary):
         try:
             libraries: Any = torch.ops
             libraries.load_library(self.path)
-            self._decode = libraries._flashmla_C.dense_decode_fwd
+            self._decode = getattr(libraries._flashmla_C, self.operator)
         except (OSError, AttributeError, RuntimeError) as error:
             return library_error(self.path, error)
         return ""

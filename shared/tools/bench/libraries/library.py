@@ -13,14 +13,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ..inputs import Inputs
+from ..sparse.inputs import AnyInputs, IndexInputs, SelectInputs, SparseInputs
 from ..workloads import Workload
+
+BLOCKS_OF_ONE = "slots as a block table of blocks of one, prepared in advance"
 
 
 class Declined(NotImplementedError):
@@ -84,6 +87,34 @@ class AttentionLibrary(ABC):
     def watch(self) -> Iterator[list[str]]:
         """Watch a call; the list holds the names of the kernels at the end, if they are known."""
         yield []
+
+    def prepare_any(self, inputs: AnyInputs) -> Prepared:
+        """Return a workload of any kind, ready to run.
+
+        Raises:
+            Declined: The library does not support this workload.
+        """
+        if isinstance(inputs, IndexInputs):
+            return self.prepare_scores(inputs)
+        if isinstance(inputs, SelectInputs):
+            return self.prepare_selection(inputs)
+        if isinstance(inputs, SparseInputs):
+            return self.prepare_sparse(inputs)
+        return self.prepare(inputs)
+
+    def prepare_sparse(self, inputs: SparseInputs) -> Prepared:
+        """Return attention over selected keys: paged attention over blocks of one slot."""
+        prepared = self.prepare(inputs.paged)
+        notes = [note for note in (prepared.note, BLOCKS_OF_ONE) if note]
+        return replace(prepared, note="; ".join(notes))
+
+    def prepare_scores(self, inputs: IndexInputs) -> Prepared:
+        """Return the scores of an indexer: a tensor [tokens, keys]."""
+        raise Declined("it has no indexer")
+
+    def prepare_selection(self, inputs: SelectInputs) -> Prepared:
+        """Return the positions of the largest scores: a tensor [tokens, selected]."""
+        raise Declined("it does not select keys")
 
     @abstractmethod
     def prepare(self, inputs: Inputs) -> Prepared:

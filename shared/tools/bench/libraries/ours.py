@@ -8,6 +8,7 @@ from typing import Any
 
 from ....contract.operations import load_implementation
 from ..inputs import Inputs
+from ..sparse.inputs import IndexInputs, SelectInputs, SparseInputs
 from .launches import watch_launches
 from .library import AttentionLibrary, Declined, Prepared
 
@@ -95,6 +96,41 @@ class Ours(AttentionLibrary):
             ),
             note=note,
         )
+
+    def prepare_sparse(self, inputs: SparseInputs) -> Prepared:
+        workload, out = inputs.workload, inputs.fresh()
+        twin: Any = load_implementation("optimized")
+        return Prepared(
+            lambda: twin.sparse_attention(
+                inputs.query,
+                inputs.key_cache,
+                inputs.value_cache,
+                inputs.slots,
+                workload.scale,
+                out=out,
+            ),
+            note="attention alone: no projections, no conversion of positions to slots",
+        )
+
+    def prepare_scores(self, inputs: IndexInputs) -> Prepared:
+        twin: Any = load_implementation("optimized")
+        return Prepared(
+            lambda: twin.index_scores(
+                inputs.query,
+                inputs.weights,
+                inputs.kv_cache,
+                inputs.block_table,
+                inputs.query_start_loc,
+                inputs.seq_lens,
+                inputs.max_seq_len,
+            ),
+            rows=lambda scores: scores[:, None],
+        )
+
+    def prepare_selection(self, inputs: SelectInputs) -> Prepared:
+        twin: Any = load_implementation("optimized")
+        topk = inputs.workload.selected
+        return Prepared(lambda: twin.select_keys(inputs.scores, topk))
 
 
 class OursPlain(Ours):

@@ -6,6 +6,9 @@ from .flash_mla import FlashMLA
 from .flashinfer import FlashInfer
 from .library import AttentionLibrary
 from .ours import Ours, OursPlain, OursUnquantised
+from .sparse.flash_mla import FlashMLARecords, FlashMLASparse
+from .sparse.torch_products import TorchScores, TorchTopk
+from .sparse.vllm_triton import VLLMDecode, VLLMIndexer, VLLMSparse
 from .torch_index import TorchIndex
 from .torch_sdpa import TorchAttention
 from .vllm_triton import VLLMTriton
@@ -26,8 +29,10 @@ def all_libraries(
             installed package is used.
         flashmla: Optional. The same for FlashMLA's operators.
         suite: Suite of workloads. The standard suite has no workload of FlashMLA, and does not
-            compare ours with itself.
+            compare ours with itself. That of sparse attention has libraries of its own.
     """
+    if suite == "sparse":
+        return _sparse_libraries(device, fa3, flashmla)
     beyond: list[AttentionLibrary] = []
     if suite != "standard":
         beyond = [
@@ -45,6 +50,26 @@ def all_libraries(
         TorchAttention(device, "FLASH_ATTENTION", "torch-flash", "torch, flash"),
         TorchAttention(device, "CUDNN_ATTENTION", "torch-cudnn", "torch, cuDNN"),
         *beyond,
+    ]
+
+
+def _sparse_libraries(
+    device: str, fa3: str | None, flashmla: str | None
+) -> list[AttentionLibrary]:
+    """Return the libraries of sparse attention, of its indexer and of its selection."""
+    return [
+        Ours(device),
+        FlashAttention3(device, fa3),
+        FlashMLASparse(device, flashmla),
+        FlashMLARecords(device, flashmla),
+        FlashInfer(device),
+        VLLMTriton(device),
+        VLLMDecode(device),
+        VLLMSparse(device),
+        VLLMIndexer(device),
+        TorchAttention(device, "FLASH_ATTENTION", "torch-flash", "torch, flash"),
+        TorchTopk(device),
+        TorchScores(device),
     ]
 
 

@@ -46,6 +46,8 @@ class XFormers(AttentionLibrary):
             raise Declined("it has no scales for an FP8 cache")
         if workload.sliding_window is not None:
             raise Declined("its paged mask has no sliding window")
+        if workload.block_size % TILE_SIZES[-1]:
+            raise Declined(f"it loads at least {TILE_SIZES[-1]} keys of a block")
         fmha: Any = importlib.import_module("xformers.ops.fmha")
         operator = _operator(workload.block_size, is_interpreted=self.device == "cpu")
         mask = _mask(inputs)

@@ -1,0 +1,1 @@
+"""Libraries that are timed with selected keys only."""

@@ -1,0 +1,1 @@
+"""Workloads of sparse attention: inputs, minimum of bytes and operations, accuracy checks."""
