@@ -588,7 +588,9 @@ CASES = {
     ),
     "copied latent, blocks of 1": Case(
         "latent",
-        plan_of((1, 1, 1, 0, 1, 1), (1, 63, 64, 5, 65, 200), 576, group=16, block_size=1, padding=5),
+        plan_of(
+            (1, 1, 1, 0, 1, 1), (1, 63, 64, 5, 65, 200), 576, group=16, block_size=1, padding=5
+        ),
         {"causal": False},
     ),
     "copied latent, no keys": Case(
