@@ -1,5 +1,7 @@
 """Launches of attention over records: tiles, splits and workspace. The host reads no lengths."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,8 @@ from .decode import (
 )
 from .record import make_config, record_cache
 
+BLOCK_M = 16
+"""Rows of a query tile."""
 KEYS_PER_SPLIT = 512
 """Keys of a split, at least."""
 MAX_SPLITS = 32
@@ -29,16 +33,30 @@ TRITON_DTYPES = {
 }
 
 
-def choose_tiles(dtype: torch.dtype, is_split: bool) -> DecodeTiles:
+def choose_dot_dtype(form: LatentFormat, dtype: torch.dtype) -> Any:
+    """Return the dtype of the products' operands for queries of a dtype.
+
+    The largest number of nvfp4_ds_mla is 6 * 448, and the smallest one 2**-10. So float16 holds
+    them. With float32 and tf32, products of its tiles were wrong on an H200 (triton 3.6).
+    """
+    if dtype == torch.bfloat16 and not INTERPRETED:
+        return tl.bfloat16
+    is_half = dtype == torch.float16 and form.name == "nvfp4_ds_mla"
+    return tl.float16 if is_half else tl.float32
+
+
+def choose_tiles(
+    form: LatentFormat, dtype: torch.dtype, is_split: bool
+) -> DecodeTiles:
     """Return the tiles of queries of a dtype.
 
     These compile without spills for every chip. With 32 rows, ptxas spills 440 bytes for sm_90.
     """
-    uses_bfloat16 = dtype == torch.bfloat16 and not INTERPRETED
+    dot = choose_dot_dtype(form, dtype)
     return DecodeTiles(
-        BLOCK_M=16,
-        BLOCK_N=32 if uses_bfloat16 else 16,
-        DOT=tl.bfloat16 if uses_bfloat16 else tl.float32,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=16 if dot == tl.float32 else 32,
+        DOT=dot,
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         ROUND=tl.float32 if must_widen(dtype) else TRITON_DTYPES[dtype],
         IS_SPLIT=is_split,
@@ -87,9 +105,9 @@ def attend_to_records(
     reqs, rows = seq_lens.shape[0], max_query_len * heads
     if not (reqs and rows and tokens and kv_cache.numel()):
         return mean[0].to(dtype)
-    query_tiles = triton.cdiv(rows, choose_tiles(dtype, False).BLOCK_M)
+    query_tiles = triton.cdiv(rows, BLOCK_M)
     splits = choose_splits(query_tiles * reqs, max_seq_len, device)
-    tiles = choose_tiles(dtype, splits > 1)
+    tiles = choose_tiles(form, dtype, splits > 1)
     config = make_config(form, has_native_fp8(device))
     final = _results(mean, None if lse is None else lse[None])
     results, partial_out, partial_lse = final, mean, lse
@@ -114,7 +132,7 @@ def attend_to_records(
         tiles,
         num_warps=8,
         # two tiles of float32 do not fit the shared memory of every chip
-        num_stages=2 if tl.bfloat16 == tiles.DOT else 1,
+        num_stages=1 if tiles.DOT == tl.float32 else 2,
     )
     if splits > 1:
         launch_kernel(

@@ -57,7 +57,8 @@ class DecodeTiles(NamedTuple):
     Args:
         BLOCK_M, BLOCK_N: Rows of a query tile, and records of a KV tile.
         DOT: Dtype of the products' operands. Decoded latents are exact in bfloat16, if their scales
-            are powers of two or FP8 numbers. They may be outside of the range of float16.
+            are powers of two or FP8 numbers. Those of some formats are outside of the range of
+            float16 (`choose_dot_dtype`).
         PRECISION: Of products of float32 operands. tf32 holds every float16 mantissa.
         ROUND: Dtype that weights are rounded to.
         IS_SPLIT: Whether partial results are stored, with a log-sum-exp in base 2.

@@ -320,7 +320,7 @@ PAGED_CONTENTS: dict[str, Change] = {
         "position_bias": bias_table(4),
     },
     "a tree in which a token misses itself": lambda call: {
-        "tree_mask": TREE & ~torch.eye(4).bool()
+        "tree_mask": TREE & ~torch.eye(4, device=TREE.device).bool()
     },
 }
 
