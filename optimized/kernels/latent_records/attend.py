@@ -132,7 +132,7 @@ def attend_to_records(
         tiles,
         num_warps=8,
         # two tiles of float32 do not fit the shared memory of every chip
-        num_stages=1 if tiles.DOT == tl.float32 else 2,
+        num_stages=1 if tl.float32 == tiles.DOT else 2,
     )
     if splits > 1:
         launch_kernel(
