@@ -138,7 +138,13 @@ def make_batch(case: Case) -> BatchTensors:
         lens = torch.tensor(case.seq_lens, dtype=torch.int32)
         batch = replace(batch, seq_lens=lens, plan=replace(plan, kv_lens=case.seq_lens))
     if case.family == "latent":
-        return replace(batch, value_cache=batch.key_cache[..., :512])
+        # no entry follows the blocks of the longest request
+        entries = -(-max(plan.kv_lens) // plan.block_size)
+        return replace(
+            batch,
+            value_cache=batch.key_cache[..., :512],
+            block_table=batch.block_table[:, :entries],
+        )
     keys, values = case.key_size, case.value_size
     return replace(
         batch,
@@ -588,7 +594,9 @@ CASES = {
     ),
     "copied latent, blocks of 1": Case(
         "latent",
-        plan_of((1, 1, 1, 0, 1, 1), (1, 63, 64, 5, 65, 200), 576, group=16, block_size=1, padding=5),
+        plan_of(
+            (1, 1, 1, 0, 1, 1), (1, 63, 64, 5, 65, 200), 576, group=16, block_size=1, padding=5
+        ),
         {"causal": False},
     ),
     "copied latent, no keys": Case(
