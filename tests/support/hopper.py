@@ -604,6 +604,9 @@ CASES = {
         plan_of((1, 2, 1), (200, 5, 131), 576, group=16, dtype=FP16, block_size=1),
         {"causal": False}, has_lse=False, seq_lens=(0, 0, 70),
     ),
+    "copied latent, few blocks": Case(
+        "latent", plan_of((1, 2), (20, 70), 576, group=2, dtype=FP16, block_size=24)
+    ),
     # a needle has nearly all of the weight, so this call has none
     "copied latent, many tiles": Case(
         "latent", plan_of((1, 1), (700, 130), 576, group=128, block_size=1),

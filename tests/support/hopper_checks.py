@@ -27,7 +27,7 @@ FAR = [
         "append, several segments",
     )
 ] + [
-    (axis, "copied latent, blocks of 3")
+    (axis, "copied latent, few blocks")
     for axis in ("table row", "block", "slot")
 ]
 """Axes with long strides, and calls that they are tried in."""
