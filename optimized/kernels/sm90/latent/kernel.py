@@ -183,7 +183,7 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
     Args:
         args: `LatentArguments`.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
-        CAUSAL: whether a query sees no later keys.
+        CAUSAL: whether later keys are masked.
     """
     batch = _describe_batch(args)
     kv = TmaTensor(args.kv_desc, args.kv_block_rows, 0, 0)
@@ -213,7 +213,7 @@ def compute_copied_latents(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
     Args:
         args: `CopiedLatentArguments`.
         BLOCK_SIZE: tokens per cache block.
-        CAUSAL: whether a query sees no later keys.
+        CAUSAL: whether later keys are masked.
     """
     batch = _describe_batch(args)
     latents = CachedLatents(args.cache, args.kv_block_stride, args.kv_slot_stride)
