@@ -35,8 +35,8 @@ HERE = Path(__file__).resolve().parent
 CLI = [sys.executable, "-c", "from pagetwin.tools.cli import app; app()"]
 KERNEL_TESTS = (
     "fp8 partial_results launch short_decode append append_sm90 prefill_sm90 fp8_prefill_sm90"
-    " fp8_decode_sm90 latent_sm90 latent latent_cuda invariant_sm90 cascade_attention repeat_cuda"
-    " warm_up conformance_fatal"
+    " fp8_decode_sm90 latent_sm90 latent latent_cuda sparse_attention invariant_sm90"
+    " cascade_attention repeat_cuda warm_up conformance_fatal"
 )
 SANITIZED = (
     "portable short append segments cascade prefix hopper unaligned packed copied token-tiles wide"

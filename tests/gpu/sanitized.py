@@ -286,9 +286,13 @@ GROUPS = {
         ),
     ),
     "latent": Group(
-        LATENTS,
+        (
+            *LATENTS,
+            *(LATENTS[1]._replace(block_size=size) for size in (1, 12)),
+        ),
         (
             "sm90.latent.kernel.latent_decode_kernel",
+            "sm90.latent.kernel.copied_latent_decode_kernel",
             "sm90.latent.combine.latent_combine_kernel",
         ),
     ),

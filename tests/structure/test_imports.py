@@ -96,6 +96,7 @@ LARGE_FOLDERS = {
     "optimized/kernels/portable/options": "one file per option",
     "optimized/kernels/portable": "one file per kernel and per step of a kernel",
     "optimized/kernels/sm90/common": "one file per step of a role, and its host code",
+    "optimized/kernels/sm90/latent": "one file per role and step, and their host code",
     "optimized/runtime": "one file per stage of a launch, and what families have in common",
     "shared/integrations/vllm": "one file per class that vLLM loads, and what two of them share",
     "optimized/parallel": "one file per part of a step, and what its ranks share",

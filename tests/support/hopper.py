@@ -138,7 +138,13 @@ def make_batch(case: Case) -> BatchTensors:
         lens = torch.tensor(case.seq_lens, dtype=torch.int32)
         batch = replace(batch, seq_lens=lens, plan=replace(plan, kv_lens=case.seq_lens))
     if case.family == "latent":
-        return replace(batch, value_cache=batch.key_cache[..., :512])
+        # no entry follows the blocks of the longest request
+        entries = -(-max(plan.kv_lens) // plan.block_size)
+        return replace(
+            batch,
+            value_cache=batch.key_cache[..., :512],
+            block_table=batch.block_table[:, :entries],
+        )
     keys, values = case.key_size, case.value_size
     return replace(
         batch,
@@ -597,6 +603,9 @@ CASES = {
         "latent",
         plan_of((1, 2, 1), (200, 5, 131), 576, group=16, dtype=FP16, block_size=1),
         {"causal": False}, has_lse=False, seq_lens=(0, 0, 70),
+    ),
+    "copied latent, few blocks": Case(
+        "latent", plan_of((1, 2), (20, 70), 576, group=2, dtype=FP16, block_size=24)
     ),
     # a needle has nearly all of the weight, so this call has none
     "copied latent, many tiles": Case(

@@ -26,12 +26,15 @@ FAR = [
         "prefill, padding, padded heads, three to a tile",
         "append, several segments",
     )
+] + [
+    (axis, "copied latent, few blocks")
+    for axis in ("table row", "block", "slot")
 ]
 """Axes with long strides, and calls that they are tried in."""
 
 
 def check_far(axis: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of rows of requests and of padding, and of rows of the block table."""
+    """Those of rows of requests and of padding, of rows of the block table, and of latents."""
     # it would keep a number per element of so large a tensor
     monkeypatch.setattr(Program, "note_store", lambda *_: None)
     batch = make_batch(CASES[name])
@@ -39,6 +42,10 @@ def check_far(axis: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     far = batch
     if axis == "table row":
         far = replace(batch, block_table=spread(batch.block_table, 0, 2**31))
+    elif axis in ("block", "slot"):
+        # also the blocks in the middle are far away, since requests may not have the last ones
+        cache = spread(batch.key_cache, ("block", "slot").index(axis), 2**32)
+        far = replace(batch, key_cache=cache, value_cache=cache[..., :512])
     elif axis.startswith("lse"):
         lse = spread(lse, ("lse head", "lse token").index(axis), 2**31)
     else:

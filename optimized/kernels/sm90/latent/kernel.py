@@ -184,7 +184,7 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
     Args:
         args: `LatentArguments`.
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
-        CAUSAL: whether a query sees no later keys.
+        CAUSAL: whether later keys are masked.
     """
     launch_dependents()
     batch = _describe_batch(args)
@@ -215,7 +215,7 @@ def compute_copied_latents(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
     Args:
         args: `CopiedLatentArguments`.
         BLOCK_SIZE: tokens per cache block.
-        CAUSAL: whether a query sees no later keys.
+        CAUSAL: whether later keys are masked.
     """
     launch_dependents()
     batch = _describe_batch(args)

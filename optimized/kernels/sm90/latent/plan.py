@@ -45,7 +45,7 @@ class LatentDecodePlan:
         block_size: tokens per cache block.
         num_blocks: blocks of the cache.
         kv_stride, kv_block_stride: elements from slot to slot, and from block to block.
-        is_causal: whether a query sees no later keys.
+        is_causal: whether later keys are masked.
         is_copied: whether the cache is copied row by row instead of read by TMA.
     """
 
