@@ -268,7 +268,9 @@ def build_sparse(plan: SparsePlan, device: torch.device) -> SparseCall:
         name: True for name in plan.options if name == "batch_invariant"
     }
     if "sinks" in plan.options:
-        options["sinks"] = torch.randn(query.shape[1], generator=generator).to(device)
+        # numbers that a kernel may take in bfloat16
+        sinks = torch.randn(query.shape[1], generator=generator).bfloat16().float()
+        options["sinks"] = sinks.to(device)
     if "logits_soft_cap" in plan.options:
         options["logits_soft_cap"] = 20.0
     dtype = plan.dtype
