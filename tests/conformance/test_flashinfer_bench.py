@@ -22,9 +22,13 @@ from pagetwin.conformance.flashinfer_bench.definitions import (
     Definition,
     find_definition,
 )
-from pagetwin.conformance.flashinfer_bench.export import reference_solution
+from pagetwin.conformance.flashinfer_bench.export import (
+    reference_solution,
+    solutions_of,
+)
 from pagetwin.conformance.flashinfer_bench.families import EXPORTED, FAMILIES
 from pagetwin.conformance.flashinfer_bench.measuring import load_reference
+from pagetwin.conformance.flashinfer_bench.selections import place_latents
 from pagetwin.conformance.flashinfer_bench.timed_results import doubled
 from pagetwin.conformance.flashinfer_bench.workloads import workloads_of
 from pagetwin.conformance.reports.report import Report
@@ -38,6 +42,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("guarded_calls")]
 ATTENDS = "every new token attends to its sequence up to itself"
 WRITES = "each token is written to its slot and nothing else changes"
 MERGES = "two partial results combine by their weight"
+SELECTS = "a query attends to the slots that its row names"
 LATENTS = "a decode over latents is full multi head attention"
 CPU = torch.device("cpu")
 QUERIES = ("q", "q_nope", "q_pe")
@@ -60,6 +65,7 @@ SMALL = (
     "mla_paged_prefill_causal_h2_ckv24_kpe24_ps16",
     "merge_state_h3_d16",
     "gqa_ragged_decode_h4_kv2_d16",
+    "dsa_sparse_attention_h3_ckv96_kpe24_topk512_ps16",
     "paged_kv_append_kv2_d16_ps8",
 )
 """A definition of each family, and of page size 1."""
@@ -90,6 +96,8 @@ def law_of(definition: Definition) -> str:
         return MERGES
     if definition.family.name == "paged_kv_append":
         return WRITES
+    if definition.family.name == "dsa_sparse_attention":
+        return SELECTS
     return ATTENDS if "head_dim" in definition.constants else LATENTS
 
 
@@ -418,3 +426,81 @@ def test_page_ids_after_the_last_one_are_outside_of_the_cache() -> None:
     ids = inputs["kv_indices"]
     past = torch.empty(0, dtype=torch.int32).set_(ids.untyped_storage(), len(ids), (8,))
     assert past.tolist() == [PAST] * 8
+
+
+SPARSE = "dsa_sparse_attention_h3_ckv96_kpe24_topk512_ps16"
+
+
+def test_our_operation_is_exported_as_a_solution(tmp_path: Path) -> None:
+    """In the interpreter, whose tensors are float32."""
+    definition = find_definition(SPARSE)
+    reference, own = solutions_of(definition)
+    assert reference == reference_solution(definition)
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(own))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        candidate = load_candidate(str(path))
+        result = try_law(find_law(SELECTS), make_setting(candidate, "cpu"), 0, 12)
+    assert result.status == Status.HELD, result
+    assert result.cases == 12 and not result.skipped
+    assert len(solutions_of(find_definition(DECODE))) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        # the last slot of a row; a slot once; the scale; the second page
+        ("row[row >= 0][:-1]", "row[row >= 0]"),
+        ("row[row >= 0].unique()", "row[row >= 0]"),
+        ("scores *= 1.0", "scores *= sm_scale"),
+        ("row[row >= 0] % ckv_cache.shape[1]", "row[row >= 0]"),
+        ("row.clamp(min=0)", "row[row >= 0]"),
+    ],
+)
+def test_a_broken_selection_breaks_the_law(wrong: str, right: str, pack: Pack) -> None:
+    source = find_definition(SPARSE).reference
+    assert right in source
+    candidate = load_candidate(pack(SPARSE, source.replace(right, wrong)))
+    result = try_law(find_law(SELECTS), make_setting(candidate, "cpu"), 0, 12)
+    assert result.status in (Status.BROKEN, Status.CRASHED), wrong
+
+
+@pytest.mark.parametrize("topk", [0, 511, 8193])
+def test_a_definition_has_room_for_the_rows_of_the_laws(topk: int) -> None:
+    with pytest.raises(ValueError, match="expected topk from 512 to 8192"):
+        find_definition(f"dsa_sparse_attention_h16_ckv512_kpe64_topk{topk}_ps64")
+
+
+def test_selections_of_a_workload_have_a_slot_in_every_row() -> None:
+    for workload in workloads_of(find_definition(SPARSE)):
+        inputs = workload.inputs(CPU)
+        slots = inputs["sparse_indices"]
+        assert slots.dtype == torch.int32 and slots.shape[1] == 512
+        assert bool((slots >= 0).any(1).all())
+        latents = inputs["ckv_cache"].flatten(0, 1)
+        assert bool(latents[slots[slots >= 0].long()].isfinite().all())
+    titles = {workload.title for workload in workloads_of(find_definition(SPARSE))}
+    assert "as many slots as there may be" in titles
+
+
+def test_keys_and_values_that_are_not_latents_become_latents() -> None:
+    definition = find_definition(SPARSE)
+    query, keys, values = (
+        torch.randn(2, 3, 20),
+        torch.randn(3, 7, 20),
+        torch.randn(3, 7, 9),
+    )
+    found = place_latents(definition, query, (keys, values), seed=0)
+    assert found.ckv_cache.shape == (2, 16, 96) and found.q_pe.count_nonzero() == 0
+    scores = torch.einsum("thl,pkl->thpk", found.q_nope, found.ckv_cache)
+    right = query.flatten(0, 1) @ keys.flatten(0, 1).T
+    torch.testing.assert_close(scores.view(6, 32)[:, :21], right)
+    torch.testing.assert_close(
+        found.ckv_cache.flatten(0, 1)[:21, found.value_columns], values.flatten(0, 1)
+    )
+    assert bool(found.ckv_cache.flatten(0, 1)[21:, found.value_columns].isnan().all())
+    with pytest.raises(ValueError, match="expected at most 96 together"):
+        place_latents(
+            definition, torch.randn(2, 3, 60), (torch.randn(1, 2, 60),) * 2, 0
+        )

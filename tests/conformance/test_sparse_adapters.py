@@ -7,23 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from pagetwin.conformance.laws.sparse_attention import PLANS, build_sparse
+from pagetwin.conformance import Status
+from pagetwin.conformance.candidates.candidate import Candidate
+from pagetwin.conformance.laws.sparse_attention import PLANS
+from pagetwin.conformance.running.trial import find_law, make_setting, try_law
 from pagetwin.contract.attention_options import AttentionOptions
 from pagetwin.contract.operations import load_implementation
-from torch import Tensor
 
 ADAPTERS = Path(__file__).parents[2] / "docs" / "adapters"
 REFERENCE: Any = load_implementation("reference")
-LATENTS = [
-    plan
-    for plan in PLANS
-    if plan.head_size == 576 and plan.dtype == torch.bfloat16 and plan.kv_heads == 1
-]
-HEADS = [
-    replace(PLANS[1], layout="separate", options=()),
-    replace(PLANS[1], layout="separate"),
-    PLANS[5],
-]
+LAWS = (
+    "a query attends to the slots that its row names",
+    "sparse attention writes its output alone",
+)
 
 
 def load(name: str, variable: str, tmp_path: Path, patch: pytest.MonkeyPatch) -> Any:
@@ -89,7 +85,9 @@ def flash_attention_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         lse = torch.empty(q.shape[1], q.shape[0])
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         options = AttentionOptions(
-            causal=causal, sinks=None if sinks is None else sinks.float()
+            causal=causal,
+            sinks=None if sinks is None else sinks.float(),
+            logits_soft_cap=cap or None,
         )
         REFERENCE.paged_attention(
             q, k, v, table, starts, lens, most_q, most_k, scale, out=out, lse=lse,
@@ -103,44 +101,48 @@ def flash_attention_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     library._destroy()
 
 
-def check(adapter: Any, plan: Any) -> None:
-    """Compare an adapter with the reference, on a call of the law."""
-    call = build_sparse(plan, torch.device("cpu"))
-    out, lse = call.run(REFERENCE.sparse_attention)
-    if "sinks" in call.options:
-        # representable, as the adapter declares
-        call.options["sinks"] = call.options["sinks"].bfloat16()
-        wide = {"sinks": call.options["sinks"].float()}
-        out, lse = replace(call, options=wide).run(REFERENCE.sparse_attention)
-
-    def attend(**given: Any) -> Tensor:
-        options = given.pop("options", AttentionOptions())
-        if options.sinks is not None:
-            given["sinks"] = options.sinks
-        found: Tensor = adapter.sparse_attention(**given)
-        return found
-
-    found, found_lse = call.run(attend)
-    torch.testing.assert_close(found, out, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(found_lse, lse, rtol=1e-5, atol=1e-5)
+def expect_held(adapter: Any, law: str) -> None:
+    """Check an adapter by a law on the CPU, in all of its cases."""
+    support = replace(adapter.SUPPORT, devices=None)
+    operations = {"sparse_attention": adapter.sparse_attention}
+    candidate = Candidate("adapter", operations, support)
+    result = try_law(find_law(law), make_setting(candidate, "cpu"), 0, 20)
+    assert result.status == Status.HELD, result
+    assert result.cases >= 1 and not result.skipped
 
 
-@pytest.mark.parametrize("plan", LATENTS, ids=lambda plan: str(plan.seed))
-def test_flashmla_attends_to_the_latents_of_the_law(flashmla: Any, plan: Any) -> None:
-    assert len(LATENTS) == 3
-    check(flashmla, plan)
+@pytest.mark.parametrize("law", LAWS)
+def test_flashmla_attends_to_selected_latents(flashmla: Any, law: str) -> None:
+    expect_held(flashmla, law)
 
 
-def test_flashmla_declares_what_its_kernel_takes(flashmla: Any) -> None:
-    assert flashmla.SUPPORT.operations == ["sparse_attention"]
-    assert flashmla.SUPPORT.head_sizes == [576]
+def test_plans_for_a_kernel_of_latents_are_latents(flashmla: Any) -> None:
+    for plan in PLANS:
+        fitted = plan.within(flashmla.SUPPORT)
+        assert (fitted.kv_heads, fitted.head_size, fitted.value_size) == (1, 576, 512)
+        assert fitted.dtype == torch.bfloat16
+        assert set(fitted.options) <= {"sinks"}
+        heads = fitted.group, plan.kv_heads * plan.group
+        assert heads[0] == heads[1]
 
 
-@pytest.mark.parametrize("plan", [*LATENTS, *HEADS], ids=lambda plan: str(plan.seed))
+@pytest.mark.parametrize("law", LAWS)
 def test_flash_attention_3_attends_to_blocks_of_one(
-    flash_attention_3: Any, plan: Any
+    flash_attention_3: Any, law: str
 ) -> None:
-    check(flash_attention_3, plan)
+    expect_held(flash_attention_3, law)
+
+
+def test_plans_keep_what_a_kernel_takes(flash_attention_3: Any) -> None:
+    support = flash_attention_3.SUPPORT
+    assert PLANS[9].within(support) == PLANS[9]
+    assert PLANS[5].within(support) == PLANS[5]
+    assert PLANS[1].within(support) == PLANS[1]
+    # values of 16 elements are not taken, and there are no others of a key of 24
+    assert PLANS[2].within(support).value_size is None
+    sizes = replace(support, block_sizes=[16], head_sizes=[64])
+    fitted = PLANS[0].within(sizes)
+    assert (fitted.num_blocks, fitted.block_size, fitted.head_size) == (3, 16, 64)
 
 
 @pytest.mark.parametrize("name", ["flashmla_sparse", "flash_attention_3_sparse"])

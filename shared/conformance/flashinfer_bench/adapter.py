@@ -24,6 +24,7 @@ from .calls import (
     take,
 )
 from .definitions import DTYPE, FLOAT32, Definition
+from .selections import place_latents, sparse_inputs
 from .solutions import Solution, read_solution
 from .sources import import_entry
 
@@ -57,6 +58,17 @@ def support_of(definition: Definition, dtype: str = DTYPE) -> Support:
         rejects=[],
     )
     sizes = definition.constants
+    if definition.family.operation == "sparse_attention":
+        # slots are numbered one after another, so blocks may have any size
+        rank, rope = sizes["head_dim_ckv"], sizes["head_dim_kpe"]
+        return Support(
+            operations=["sparse_attention"],
+            dtypes=[dtype],
+            cache_dtypes=[dtype],
+            head_sizes=[*range(1, rank // 2 + 1), rank + rope],
+            options=["scale", "out", "lse", "value_head_size"],
+            rejects=[],
+        )
     if definition.family.operation == "merge_attn_states":
         return Support(
             operations=["merge_attn_states"], dtypes=[dtype], options=None, rejects=[]
@@ -91,6 +103,7 @@ def load_solution(file: str) -> ModuleType:
     operation = solution.definition.family.operation
     calls = {
         "latent_decode_attention": call.latent_decode,
+        "sparse_attention": call.sparse,
         "merge_attn_states": call.merge,
         "reshape_and_cache": call.append,
     }
@@ -311,6 +324,46 @@ class SolutionCall:
             ).to(out.dtype)
             if lse is not None:
                 lse[own, :tokens] = base_2[:, heads.query_places].T * math.log(2)
+        return out
+
+    def sparse(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+        scale: float | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """Return attention over selected slots: one KV head after another, as latents."""
+        sizes = self.definition.constants
+        most, tokens = sizes["num_qo_heads"], len(query)
+        kv_heads = key_cache.shape[2]
+        group = query.shape[1] // kv_heads
+        if out is None:
+            out = query.new_empty(*query.shape[:2], value_cache.shape[3])
+        if not tokens:
+            return out
+        scale = query.shape[2] ** -0.5 if scale is None else scale
+        for head in range(kv_heads):
+            own = slice(head * group, (head + 1) * group)
+            caches = key_cache[:, :, head], value_cache[:, :, head]
+            latents = place_latents(
+                self.definition, query[:, own], caches, seed=tokens + head
+            )
+            for first in range(0, group, most):
+                some = range(first, min(first + most, group))
+                heads = map_heads(some, 1, most, seed=tokens + group)
+                inputs = sparse_inputs(
+                    self.definition, latents, slots, heads.kv_sources, scale
+                )
+                found, base_2 = self.run(inputs)
+                part = slice(own.start + some.start, own.start + some.stop)
+                found = found[:, heads.query_places]
+                out[:, part] = found[..., latents.value_columns]
+                if lse is not None:
+                    lse[part] = base_2[:, heads.query_places].T * math.log(2)
         return out
 
     def merge(

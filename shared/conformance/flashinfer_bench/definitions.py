@@ -23,6 +23,8 @@ DTYPE = "bfloat16"
 
 LARGEST, LARGEST_PRODUCT = 1024, 2**32
 """Limits of the sizes in a name: the tensors of its workloads have to fit the memory."""
+LEAST_TOPK, LARGEST_TOPK = 512, 8192
+"""Limits of `topk`, which is an axis of indices alone. The rows of the laws fit the smaller one."""
 
 AXES = {
     "batch_size": "Number of requests.",
@@ -33,6 +35,7 @@ AXES = {
     "len_indptr": "Number of requests, plus 1.",
     "num_kv_indices": "Number of page ids of all requests.",
     "seq_len": "Number of queries.",
+    "num_tokens": "Number of queries of all requests.",
     "num_heads": "Number of query heads.",
     "num_qo_heads": "Number of query heads.",
     "num_kv_heads": "Number of KV heads.",
@@ -40,6 +43,7 @@ AXES = {
     "head_dim_ckv": "Elements of a latent.",
     "head_dim_kpe": "Elements of a rope key.",
     "page_size": "Tokens per page.",
+    "topk": "Slots that a query selects at most.",
 }
 """What each axis counts."""
 INPUTS = {
@@ -60,6 +64,7 @@ INPUTS = {
     "kv_indptr": "Where the page ids of each request start.",
     "kv_indices": "Page ids, request after request.",
     "kv_last_page_len": "Tokens in the last page of each request, from 1 to page_size.",
+    "sparse_indices": "Slots of each query: page id * page_size + offset. -1 is no slot.",
     "sm_scale": "Factor of the scores.",
     "v_a": "Attention over the first set of keys.",
     "s_a": "Its log-sum-exp in base 2. -inf for an empty set; then v_a is not read.",
@@ -76,7 +81,9 @@ RESULTS = {
     "s_merged": "Its log-sum-exp in base 2. -inf if both sets are empty.",
 }
 """What each output contains."""
-INT32 = ("batch_indices", "positions", "kv_indices", "kv_last_page_len")
+INT32 = (
+    "batch_indices", "positions", "kv_indices", "kv_last_page_len", "sparse_indices"
+)  # fmt: skip
 """Inputs in int32, beside those that say where requests start."""
 FLOAT32 = ("sm_scale", "lse", "s_a", "s_b", "s_merged")
 """Inputs and outputs in float32."""
@@ -131,7 +138,9 @@ class Definition:
                 "kv_indptr": ["len_indptr"],
             }
         found: dict[str, list[str] | None]
-        if self.family.op_type == "mla_paged":
+        is_sparse = self.family.operation == "sparse_attention"
+        rows = "num_tokens" if is_sparse else rows
+        if self.family.op_type in ("mla_paged", "dsa_paged"):
             found = {
                 "q_nope": [rows, "num_qo_heads", "head_dim_ckv"],
                 "q_pe": [rows, "num_qo_heads", "head_dim_kpe"],
@@ -151,6 +160,8 @@ class Definition:
                 "k": ["total_kv", *kv],
                 "v": ["total_kv", *kv],
             }
+        if is_sparse:
+            return found | {"sparse_indices": [rows, "topk"], "sm_scale": None}
         if not self.family.is_decode:
             found["qo_indptr"] = ["len_indptr"]
         found["kv_indptr"] = ["len_indptr"]
@@ -187,6 +198,8 @@ class Definition:
             return found
         if self.family.op_type == "cache_append":
             return ["num_kv_indices == kv_indptr[-1].item()"]
+        if self.family.op_type == "dsa_paged":
+            return ["sparse_indices.shape[-1] == topk"]
         if self.family.is_decode:
             found.append("len_indptr == batch_size + 1")
         else:
@@ -199,7 +212,7 @@ class Definition:
     @property
     def reference(self) -> str:
         """The source of the reference: a function `run` that takes the inputs."""
-        source = (REFERENCES / f"{self.family.op_type}.py").read_text(encoding="utf-8")
+        source = (REFERENCES / f"{self.family.source}.py").read_text(encoding="utf-8")
         first = next(iter(self.inputs))
         lines = [f"def run({', '.join(self.inputs)}):"]
         if self.family.is_decode:
@@ -228,7 +241,9 @@ class Definition:
             "name": self.name,
             "description": self.family.summary,
             "op_type": self.family.op_type,
-            "tags": stages if "sm_scale" in self.inputs else [],
+            "tags": stages
+            if "qo_indptr" in self.inputs or self.family.is_decode
+            else [],
             "axes": {name: axis(name) for name in self.axes},
             "constraints": self.constraints,
             "inputs": {
@@ -272,7 +287,13 @@ def find_definition(name: str) -> Definition:
         sizes = tuple(int(size) for size in found.groups())
         definition = Definition(family, sizes)
         heads, kv_heads = sizes[0], definition.constants.get("num_kv_heads", 1)
-        is_large = max(sizes) > LARGEST or prod(sizes) > LARGEST_PRODUCT
+        topk = definition.constants.get("topk", LEAST_TOPK)
+        if not LEAST_TOPK <= topk <= LARGEST_TOPK:
+            raise ValueError(
+                f"definition = {name!r}: expected topk from {LEAST_TOPK} to {LARGEST_TOPK}"
+            )
+        rest = [n for axis, n in definition.constants.items() if axis != "topk"]
+        is_large = max(rest) > LARGEST or prod(rest) > LARGEST_PRODUCT
         if min(sizes) < 1 or is_large or heads % kv_heads:
             raise ValueError(
                 f"definition = {name!r}: expected sizes from 1 to {LARGEST}, a product of at most"

@@ -12,6 +12,8 @@ from .families import EXPORTED
 from .workloads import TraceWorkload, workloads_of, write_safetensors
 
 AUTHOR = "pagetwin"
+SOLUTIONS = Path(__file__).parent / "solved"
+"""Calls of our operations, one file per family."""
 
 
 def export_definitions(
@@ -38,9 +40,9 @@ def export_definitions(
             folder / "definitions" / where / f"{definition.name}.json",
             definition.to_json(),
         )
-        solution = reference_solution(definition)
         of_author = folder / "solutions" / AUTHOR / where / definition.name
-        _write(of_author / f"{solution['name']}.json", solution)
+        for solution in solutions_of(definition):
+            _write(of_author / f"{solution['name']}.json", solution)
         workloads = workloads_of(definition)
         lines = [json.dumps(trace_of(workload)) for workload in workloads]
         file = folder / "workloads" / where / f"{definition.name}.jsonl"
@@ -63,6 +65,38 @@ def trace_of(
         "workload": workload.to_json(),
         "solution": solution,
         "evaluation": evaluation,
+    }
+
+
+def solutions_of(definition: Definition) -> list[dict[str, Any]]:
+    """Return the solutions of a definition: its reference, and our operation if there is a call."""
+    own = SOLUTIONS / f"{definition.family.name}.py"
+    found = [reference_solution(definition)]
+    if own.is_file():
+        found.append(operation_solution(definition, own.read_text(encoding="utf-8")))
+    return found
+
+
+def operation_solution(definition: Definition, source: str) -> dict[str, Any]:
+    """Return the operation of `pagetwin.optimized` as a solution.
+
+    Args:
+        definition: The definition.
+        source: A module with a function `run` that takes the inputs of the definition.
+    """
+    return {
+        "name": f"{AUTHOR}_{definition.name}",
+        "definition": definition.name,
+        "author": AUTHOR,
+        "description": "The operation of pagetwin.optimized.",
+        "spec": {
+            "language": "triton",
+            "target_hardware": ["cuda"],
+            "entry_point": "main.py::run",
+            "dependencies": ["torch", "triton", "pagetwin"],
+            "destination_passing_style": False,
+        },
+        "sources": [{"path": "main.py", "content": source}],
     }
 
 

@@ -9,7 +9,7 @@ class Family:
 
     Args:
         name: What precedes the constants in the name of a definition.
-        op_type: The category of the operation, which is also the file of its reference.
+        op_type: The category of the operation.
         operation: The operation whose laws apply.
         constants: The constant axes, each with its letters in the name of a definition.
         is_decode: Whether each request has exactly one query.
@@ -32,6 +32,11 @@ class Family:
                 *(f"{letters}<{axis}>" for axis, letters in self.constants.items()),
             ]
         )
+
+    @property
+    def source(self) -> str:
+        """The name of the file of its reference."""
+        return self.name if self.op_type == "dsa_paged" else self.op_type
 
     @property
     def is_paged(self) -> bool:
@@ -94,6 +99,14 @@ FAMILIES = (
         "Causal latent attention (MLA) of the new tokens of each request over a paged cache.",
     ),
     Family(
+        "dsa_sparse_attention",
+        "dsa_paged",
+        "sparse_attention",
+        LATENTS | {"topk": "topk"} | PAGES,
+        False,
+        "Latent attention (MLA) of each query over the slots of a paged cache that it selects.",
+    ),
+    Family(
         "merge_state",
         "cascade_merge",
         "merge_attn_states",
@@ -120,6 +133,7 @@ EXPORTED = (
     "mla_paged_decode_h16_ckv512_kpe64_ps1",
     "mla_paged_decode_h16_ckv512_kpe64_ps64",
     "mla_paged_prefill_causal_h16_ckv512_kpe64_ps64",
+    "dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64",
     "merge_state_h32_d128",
     "paged_kv_append_kv8_d128_ps64",
 )

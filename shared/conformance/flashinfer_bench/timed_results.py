@@ -125,6 +125,8 @@ def magnitudes(definition: Definition, run: Run, inputs: dict[str, Any]) -> Tens
 
 def _most_keys(inputs: dict[str, Any]) -> int:
     """Return a bound on the keys of a request."""
+    if "sparse_indices" in inputs:
+        return int(inputs["sparse_indices"].shape[1])
     if "kv_indptr" not in inputs:
         return 0
     counts = inputs["kv_indptr"].diff()

@@ -22,11 +22,13 @@ from ..cases.caches import CacheSizes
 from ..cases.latent_batches import LatentPlan, build_latents
 from ..laws.cache_write import CacheWrite
 from ..laws.merging import Parts
+from ..laws.sparse_attention import SparsePlan, build_sparse
 from .appends import append_inputs
 from .calls import latent_inputs, map_heads, paged_inputs
 from .definitions import DTYPE, Definition
+from .selections import place_latents, sparse_inputs
 
-Plan = BatchPlan | LatentPlan | Parts | CacheWrite
+Plan = BatchPlan | LatentPlan | Parts | CacheWrite | SparsePlan
 RAGGED_BLOCK = 16
 """Block size of the plans of definitions without pages."""
 NOPE = 32
@@ -102,6 +104,13 @@ def inputs_of(
             columns[0][plan.with_prefix :] = -torch.inf
         states = (values[0], columns[0], values[1], columns[1])
         return dict(zip(definition.inputs, states, strict=True))
+    if isinstance(plan, SparsePlan):
+        call = build_sparse(plan, device)
+        caches = call.key_cache[:, :, 0], call.value_cache[:, :, 0]
+        latents = place_latents(definition, call.query, caches, plan.seed)
+        heads_of_all = list(range(sizes["num_qo_heads"]))
+        scale = plan.head_size**-0.5
+        return sparse_inputs(definition, latents, call.slots, heads_of_all, scale)
     if isinstance(plan, CacheWrite):
         new = plan.tokens(device, plan.sizes.dtype)
         caches = plan.sizes.caches(device, plan.seed)
@@ -190,8 +199,38 @@ def append_workloads(definition: Definition) -> list[TraceWorkload]:
     ]  # fmt: skip
 
 
+def sparse_workloads(definition: Definition) -> list[TraceWorkload]:
+    """Return the workloads of attention over selected slots. Every query has a slot."""
+    sizes = definition.constants
+    size, topk = sizes["page_size"], sizes["topk"]
+    chosen: dict[str, tuple[list[int], int, bool]] = {
+        # slots of each query, slots of the cache at least, whether a slot is named twice
+        "one slot": ([1], 9, False),
+        "tile edges, needle there": ([63, 64, 65, 127, 128, 129], 300, False),
+        "all slots of the cache": ([4 * size], 4 * size, False),
+        "as many slots as there may be": ([topk, 1, topk - 1], topk + 9, False),
+        "a slot twice": ([5, 33, 130], 200, True),
+        "many queries": ([1 + 7 * n % 97 for n in range(64)], 900, False),
+    }
+    found = []
+    for seed, (title, (lens, least, repeats)) in enumerate(chosen.items()):
+        most = topk - repeats
+        own = tuple(max(1, min(count, most)) for count in lens)
+        plan = SparsePlan(
+            own, spare=topk - max(own) - repeats, num_blocks=-(-least // size),
+            block_size=size, kv_heads=1, group=sizes["num_qo_heads"],
+            head_size=sizes["head_dim_ckv"] + sizes["head_dim_kpe"],
+            value_size=sizes["head_dim_ckv"], dtype=getattr(torch, DTYPE),
+            repeats=repeats, seed=seed,
+        )  # fmt: skip
+        found.append(TraceWorkload(definition, title, plan))
+    return found
+
+
 def workloads_of(definition: Definition) -> list[TraceWorkload]:
     """Return the workloads of a definition."""
+    if definition.family.operation == "sparse_attention":
+        return sparse_workloads(definition)
     if definition.family.operation == "reshape_and_cache":
         return append_workloads(definition)
     if definition.family.operation == "merge_attn_states":

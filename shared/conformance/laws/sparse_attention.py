@@ -4,6 +4,7 @@ Slots that no row names hold NaN. The expected result is attention over the name
 in float64.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions, pack_options
+from ..base.support import Support
 from ..candidates.candidate import BATCH_INVARIANT
 from ..candidates.setting import Setting
 from ..cases.batches import NAN, empty_cache
+from ..cases.latent_batches import name_of
 from ..checks.canaries import kept
 from ..checks.expect import Disagreement, budgets, expect_rejection, expect_same
 from ..oracles.brute_force import (
@@ -168,6 +171,60 @@ class SparsePlan:
     options: tuple[str, ...] = ()
     seed: int = 0
 
+    def within(self, support: Support) -> "SparsePlan":
+        """Return the nearest plan inside of the declared support.
+
+        Where only latents have a supported value size, the values are the first elements of the
+        keys of one head.
+        """
+
+        def nearest(value: Any, taken: Collection[Any] | None) -> Any:
+            ordered = list(taken or [value])
+            return value if value in ordered else ordered[self.seed % len(ordered)]
+
+        dtypes = [
+            dtype
+            for dtype in (torch.float32, torch.float16, torch.bfloat16)
+            if support.dtypes is None or name_of(dtype) in support.dtypes
+        ]
+        caches = support.cache_dtypes
+        names = {"fp8": "k_scale"}
+        options = tuple(
+            name
+            for name in self.options
+            if not support.why_not_options({names.get(name, name): 1.0})
+            and (name != "fp8" or caches is None or "float8_e4m3fn" in caches)
+        )
+        head_size = nearest(self.head_size, support.head_sizes)
+        kv_heads, group, value_size = self.kv_heads, self.group, self.value_size
+        if head_size != self.head_size or (
+            value_size is not None
+            and support.why_not_options({"value_head_size": value_size})
+        ):
+            sizes = [size for size in _value_sizes(support) if size < head_size]
+            value_size = sizes[self.seed % len(sizes)] if sizes else None
+            if value_size is not None:
+                kv_heads, group = 1, kv_heads * group
+        block_size = nearest(self.block_size, support.block_sizes)
+        return replace(
+            self,
+            dtype=nearest(self.dtype, dtypes),
+            num_blocks=-(-self.num_blocks * self.block_size // block_size),
+            block_size=block_size,
+            kv_heads=kv_heads,
+            group=nearest(group, support.group_sizes),
+            head_size=head_size,
+            value_size=value_size,
+            options=options,
+        )
+
+
+def _value_sizes(support: Support) -> list[int]:
+    """Return the sizes of values that are declared by number."""
+    options = support.options
+    named = options.get("value_head_size") if isinstance(options, Mapping) else None
+    return [size for size in named or () if isinstance(size, int)]
+
 
 PLANS = [
     SparsePlan((5, 0, 1, 20)),
@@ -268,7 +325,9 @@ def build_sparse(plan: SparsePlan, device: torch.device) -> SparseCall:
         name: True for name in plan.options if name == "batch_invariant"
     }
     if "sinks" in plan.options:
-        options["sinks"] = torch.randn(query.shape[1], generator=generator).to(device)
+        # numbers that a kernel may take in bfloat16
+        sinks = torch.randn(query.shape[1], generator=generator).bfloat16().float()
+        options["sinks"] = sinks.to(device)
     if "logits_soft_cap" in plan.options:
         options["logits_soft_cap"] = 20.0
     dtype = plan.dtype
@@ -428,7 +487,7 @@ def sparse_attention_writes_its_output_alone(
     setting: Setting, plan: SparsePlan
 ) -> None:
     call = build_sparse(plan, setting.device)
-    tokens, heads, size = call.query.shape
+    (tokens, heads), size = call.query.shape[:2], call.value_cache.shape[3]
     wide = torch.full((tokens + 2, 2 * heads, size + 3), 7.0, device=setting.device)
     tall = torch.full((heads + 1, 2 * tokens), 7.0, device=setting.device)
     out, lse = wide[1:-1, ::2, 1:-2], tall[1:, ::2]
