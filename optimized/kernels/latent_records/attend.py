@@ -29,7 +29,9 @@ TRITON_DTYPES = {
 }
 
 
-def choose_tiles(dtype: torch.dtype, is_split: bool) -> DecodeTiles:
+def choose_tiles(
+    dtype: torch.dtype, is_split: bool, names_slots: bool
+) -> DecodeTiles:
     """Return the tiles of queries of a dtype.
 
     These compile without spills for every chip. With 32 rows, ptxas spills 440 bytes for sm_90.
@@ -42,6 +44,7 @@ def choose_tiles(dtype: torch.dtype, is_split: bool) -> DecodeTiles:
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         ROUND=tl.float32 if must_widen(dtype) else TRITON_DTYPES[dtype],
         IS_SPLIT=is_split,
+        NAMES_SLOTS=names_slots,
     )
 
 
@@ -68,12 +71,14 @@ def attend_to_records(
     scale: float,
     window: int | None,
     lse: Tensor | None,
+    names_slots: bool = False,
 ) -> Tensor:
     """Return the average latent of each row: [tokens, heads, kv_lora_rank].
 
     Args:
         query: [tokens, heads, width] in the space of the latents, packed.
         lse: Optional. [heads, tokens], modified in place.
+        names_slots: Whether the entries of `block_table` are slots, not blocks.
 
     The other arguments are those of `latent_decode_attention`.
     """
@@ -87,9 +92,9 @@ def attend_to_records(
     reqs, rows = seq_lens.shape[0], max_query_len * heads
     if not (reqs and rows and tokens and kv_cache.numel()):
         return mean[0].to(dtype)
-    query_tiles = triton.cdiv(rows, choose_tiles(dtype, False).BLOCK_M)
+    query_tiles = triton.cdiv(rows, choose_tiles(dtype, False, False).BLOCK_M)
     splits = choose_splits(query_tiles * reqs, max_seq_len, device)
-    tiles = choose_tiles(dtype, splits > 1)
+    tiles = choose_tiles(dtype, splits > 1, names_slots)
     config = make_config(form, has_native_fp8(device))
     final = _results(mean, None if lse is None else lse[None])
     results, partial_out, partial_lse = final, mean, lse
@@ -137,10 +142,10 @@ def _results(out: Tensor, lse: Tensor | None) -> Results:
     return Results(out, lse, *out.stride()[:3], *strides)
 
 
-def check_record_queries(q_nope: Tensor) -> None:
+def check_record_queries(query: Tensor, name: str = "q_nope") -> None:
     """Raise for queries of a dtype that the kernels of records do not have."""
-    if q_nope.dtype == torch.float64:
+    if query.dtype == torch.float64:
         raise NotImplementedError(
-            "q_nope is torch.float64: expected float16, bfloat16 or float32; the reference"
+            f"{name} is torch.float64: expected float16, bfloat16 or float32; the reference"
             " takes float64"
         )
