@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.cache_formats import CODES_PER_ELEMENT
+from ...contract.latent_formats import find_record_heads
 
 OPTIONS = "options"
 """The argument that is an AttentionOptions."""
@@ -82,8 +83,9 @@ class Results:
         signature: inspect.Signature,
         like: Sequence[str],
         sizes: Mapping[str, str],
+        takes_records: bool = False,
     ) -> None:
-        self.sizes = sizes
+        self.sizes, self.takes_records = sizes, takes_records
         self.axes = {
             name: parameter.annotation.dim_str.split()
             for name, parameter in signature.parameters.items()
@@ -107,6 +109,10 @@ class Results:
         if not self.results:
             return None
         sizes = {axis: given[name] for axis, name in self.sizes.items()}
+        if self.takes_records:
+            form = find_record_heads(given["key_cache"], given["value_cache"])
+            if form is not None:
+                sizes["value_head_size"] = form.kv_lora_rank
         # without a dtype, what is read from a cache comes as it is stored
         is_stored = "dtype" in given and given["dtype"] is None
         for name, axes in self.axes.items():

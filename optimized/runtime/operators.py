@@ -53,6 +53,7 @@ def operator(
     like: Sequence[str] = (),
     sizes: Mapping[str, str] | None = None,
     is_repeated: bool = False,
+    takes_records: bool = False,
 ) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Register a public operation, which may then be called in compiled code.
 
@@ -65,6 +66,7 @@ def operator(
             has.
         is_repeated: whether the function compares its tensors with those of earlier calls, and
             validates their types, axes and gradients if they differ.
+        takes_records: whether keys and values may be records of latents (`find_record_heads`).
 
     Returns:
         a decorator. The decorated function runs as before unless it is traced.
@@ -79,7 +81,7 @@ def operator(
             parameter.name for parameter in flat if f"{parameter.name}_tensor" in names
         ]
         takes_options = OPTIONS in signature.parameters
-        results = Results(signature, like, sizes or {})
+        results = Results(signature, like, sizes or {}, takes_records)
 
         def given(args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
             found = dict(zip(names, args, strict=False)) | named

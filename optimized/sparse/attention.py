@@ -3,7 +3,8 @@
 The kernels are those of `paged_attention`. They get the cache as blocks of one slot, a view of the
 same memory, and each token as a request of one query, whose row of the block table is its row of
 slots. Nothing is gathered. Slots are moved to the front of their row on the device, and the host
-reads no lengths. So a captured CUDA graph may contain the call.
+reads no lengths. So a captured CUDA graph may contain the call. Records of latents have a kernel that
+finds them by slots, and decodes a tile of them in registers.
 """
 
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 from ...contract.argument_kinds import INT32
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.kinds import PAD_SLOT_ID
+from ...contract.latent_formats import find_record_heads
 from ...contract.shapes import (
     BlockTable,
     KeyCache,
@@ -29,7 +31,9 @@ from ...validation import values_checked
 from ...validation.sparse import check_convert_indices, check_sparse_attention
 from ..attention.paged import paged_attention
 from ..dispatch.dispatch import reject_compute_dtype
+from ..kernels.latent_records.attend import attend_to_records, check_record_queries
 from ..kernels.sparse.move_to_front import move_to_front
+from ..runtime.launcher import check_launch
 from ..runtime.operators import operator
 
 
@@ -70,7 +74,7 @@ def convert_req_index_to_global_index(
     return move_to_front(slots) if compact_valid_to_front else slots, count
 
 
-@operator(out=["out", "lse"])
+@operator(out=["out", "lse"], takes_records=True)
 def sparse_attention(
     query: Query,
     key_cache: KeyCache,
@@ -97,9 +101,21 @@ def sparse_attention(
         contents=values_checked(query), scale=scale,
     )  # fmt: skip
     tokens, selected = slots.shape
+    form = find_record_heads(key_cache, value_cache)
+    if form is not None:
+        check_launch(key_cache)
+        check_record_queries(query, "query")
     # step: leave out the entries without a slot
     lens = (slots >= 0).sum(1, dtype=torch.int32)
     named = move_to_front(slots).clamp(min=0)
+    starts = torch.arange(tokens + 1, dtype=torch.int32, device=query.device)
+    if form is not None:
+        scale = query.shape[2] ** -0.5 if scale is None else scale
+        mean = attend_to_records(
+            form, query.contiguous(), key_cache[:, :, 0], named, starts, lens, 1, selected, scale,
+            None, lse, names_slots=True,
+        )  # fmt: skip
+        return mean if out is None else out.copy_(mean)
     # step: gather the keys and values of the slots
     block_step, slot_step = _steps(key_cache, value_cache)
     block_size = key_cache.shape[1]
@@ -107,7 +123,6 @@ def sparse_attention(
     # step: compute the scaled dot products of the query and the keys
     # step: turn scores into weights (softmax)
     # step: average the values by the weights
-    starts = torch.arange(tokens + 1, dtype=torch.int32, device=query.device)
     return paged_attention(
         query, _blocks_of_one(key_cache, block_step, slot_step),
         _blocks_of_one(value_cache, block_step, slot_step), rows, starts, lens, 1, selected,

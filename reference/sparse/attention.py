@@ -14,6 +14,7 @@ import torch
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from ...contract.kinds import PAD_SLOT_ID
+from ...contract.latent_formats import find_record_heads
 from ...contract.shapes import (
     BlockTable,
     KeyCache,
@@ -32,6 +33,7 @@ from ..attention.requests.request import RequestView
 from ..attention.scores import modify_scores
 from ..attention.softmax import softmax
 from ..cache.formats import load_slots
+from ..cache.latent_formats import load_latents
 
 
 @validated(check_convert_indices)
@@ -124,13 +126,16 @@ def sparse_attention(
 
     Nothing says where a key is in its sequence, so no key is masked: the selection of a causal
     model names no later key. Latents (MLA) are keys with one head, whose first elements are the
-    values: `kv_cache[:, :, None]` and `kv_cache[:, :, None, :kv_lora_rank]`.
+    values: `kv_cache[:, :, None]` and `kv_cache[:, :, None, :kv_lora_rank]`. Of a cache that
+    stores latents as records of bytes, `kv_cache[:, :, None]` is both keys and values.
 
     Args:
         query: [tokens, query_heads, head_size]. `query_heads` is a multiple of `kv_heads`; query
             head h reads kv head h * kv_heads // query_heads.
-        key_cache: [num_blocks, block_size, kv_heads, head_size] in a floating dtype or FP8.
-        value_cache: [num_blocks, block_size, kv_heads, value_head_size].
+        key_cache: [num_blocks, block_size, kv_heads, head_size] in a floating dtype or FP8; or
+            records, [num_blocks, block_size, 1, record_bytes] uint8.
+        value_cache: [num_blocks, block_size, kv_heads, value_head_size]; or `key_cache` itself, if
+            it has records.
         slots: [tokens, selected] int32. Slot s is offset s % block_size of block s // block_size;
             -1 names no key. Each entry counts: a slot that is named twice is two keys.
         scale: Factor of the dot products. If None, 1 / sqrt(head_size).
@@ -140,7 +145,7 @@ def sparse_attention(
             log-sum-exp of each query's scores.
         compute_dtype: The dtype of all arithmetic.
         options: `logits_soft_cap`, `sinks`, `k_scale` and `v_scale` (one number, or [kv_heads]),
-            `out_scale`, `batch_invariant`.
+            `out_scale`, `batch_invariant`. With records none.
         req_id: Optional. [tokens] int32 request of each token; negative for padding. It is
             validated only, together with `block_table`.
         block_table: Optional. [reqs, max_blocks]. Where contents are validated, a slot outside the
@@ -171,14 +176,21 @@ def sparse_attention(
     """
     query_heads, block_size = query.shape[1], key_cache.shape[1]
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    out = start_output(query, value_cache.shape[3], out, lse)
+    form = find_record_heads(key_cache, value_cache)
+    value_size = value_cache.shape[3] if form is None else form.kv_lora_rank
+    out = start_output(query, value_size, out, lse)
     for token, row in enumerate(slots.long()):
         # step: leave out the entries without a slot
         named = row[row >= 0]
         # step: gather the keys and values of the slots
         block, offset = named // block_size, named % block_size
-        k = load_slots(key_cache, block, offset, compute_dtype, options.k_scale)
-        v = load_slots(value_cache, block, offset, compute_dtype, options.v_scale)
+        if form is None:
+            k = load_slots(key_cache, block, offset, compute_dtype, options.k_scale)
+            v = load_slots(value_cache, block, offset, compute_dtype, options.v_scale)
+        else:
+            # a latent and its rope key are the key, and the latent is the value
+            k = load_latents(key_cache[:, :, 0], block, offset, None, compute_dtype)[:, None]
+            v = k[..., :value_size]
         k, v = repeat_heads(k, query_heads), repeat_heads(v, query_heads)
         # step: compute the scaled dot products of the query and the keys
         q = query[token, None].to(compute_dtype)  # [1, query_heads, head_size]

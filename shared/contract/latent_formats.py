@@ -177,6 +177,25 @@ def find_latent_format(kv_cache: Tensor) -> LatentFormat | None:
     return RECORD_BYTES.get(kv_cache.shape[-1])
 
 
+def find_record_heads(key_cache: Tensor, value_cache: Tensor) -> LatentFormat | None:
+    """Return the format of latents that are given as keys and values of one head, or None.
+
+    Both are the whole cache of records with an axis of heads, `kv_cache[:, :, None]`.
+
+    Args:
+        key_cache, value_cache: [num_blocks, block_size, kv_heads, elements].
+
+    Example:
+        >>> records = torch.zeros(2, 64, 656, dtype=torch.uint8)[:, :, None]
+        >>> find_record_heads(records, records).name
+        'fp8_ds_mla'
+    """
+    shape, dtypes = key_cache.shape, {key_cache.dtype, value_cache.dtype}
+    if dtypes != {torch.uint8} or shape != value_cache.shape or len(shape) != 4:
+        return None
+    return RECORD_BYTES.get(shape[3]) if shape[2] == 1 else None
+
+
 def latent_width(kv_cache: Tensor) -> int:
     """Return the elements of a cached token, its latent and its rope key.
 

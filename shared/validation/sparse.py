@@ -2,20 +2,26 @@
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ..contract.argument_kinds import INT32
 from ..contract.attention_options import AttentionOptions
 from ..contract.cache_formats import find_format
+from ..contract.latent_formats import LatentFormat, find_record_heads
 from .attention import check_query
 from .attention_options import check_cache_scales, check_options, reject_options
 from .batch import check_block_table
 from .cache import check_caches
+from .latent_cache import check_latent_cache
+from .memory import is_same_view
 from .primitives import (
+    FLOATS,
     check_dtype,
     check_length,
     check_positive,
     check_same_device,
 )
+from .results import check_results
 from .score_numbers import check_score_scale
 from .step_shapes import check_ranks
 
@@ -116,8 +122,13 @@ def check_sparse_attention(
 ) -> None:
     """Validate sparse attention, before anything is computed."""
     check_caches(key_cache, value_cache)
-    _check_format(key_cache, options)
-    check_query(query, {"key_cache": key_cache, "value_cache": value_cache}, out, lse)
+    form = find_record_heads(key_cache, value_cache)
+    if form is not None:
+        _check_records(form, query, key_cache, value_cache, out, lse, options)
+    else:
+        _check_format(key_cache, options)
+        caches = {"key_cache": key_cache, "value_cache": value_cache}
+        check_query(query, caches, out, lse)
     check_selection("slots", slots)
     tokens = query.shape[0]
     if slots.shape[0] != tokens:
@@ -146,7 +157,8 @@ def check_sparse_attention(
         check_length("req_id", req_id, tokens, "tokens of the query")
     taken = tuple(name for name in options.given if name not in TAKEN)
     reject_options(options, taken, "a slot does not tell the position of its key")
-    check_cache_scales(options, key_cache, value_cache, contents)
+    if form is None:
+        check_cache_scales(options, key_cache, value_cache, contents)
     check_score_scale(scale)
     check_options(options, query, tokens, out, contents)
     if not contents:
@@ -156,6 +168,50 @@ def check_sparse_attention(
     if req_id is not None and block_table is not None:
         check_owners(req_id, block_table)
         _check_own_blocks(slots, req_id, block_table, block_size)
+
+
+def _check_records(
+    form: LatentFormat,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    out: Tensor | None,
+    lse: Tensor | None,
+    options: AttentionOptions,
+) -> None:
+    """Reject what does not fit a cache of records, whose keys and values are one tensor."""
+    is_known = key_cache.numel() and not is_compiling()
+    if is_known and not is_same_view(key_cache, value_cache):
+        raise ValueError(
+            f"key_cache and value_cache have records of {form.name} in different memory: expected"
+            " one tensor, since a record is the key and the value of its token"
+        )
+    check_latent_cache(key_cache[:, :, 0], "k_scale", None, False)
+    check_dtype("query", query, *FLOATS)
+    if query.dim() != 3 or query.shape[2] != form.width:
+        raise ValueError(
+            f"query has shape {list(query.shape)}: expected [tokens, query_heads,"
+            f" {form.width}], as the records of {form.name} have"
+        )
+    tokens, query_heads, _ = query.shape
+    check_positive(num_query_heads=query_heads)
+    expected = (tokens, query_heads, form.kv_lora_rank)
+    if out is not None and tuple(out.shape) != expected:
+        raise ValueError(
+            f"out has shape {list(out.shape)}: expected {list(expected)}, queries by the"
+            " elements of a latent"
+        )
+    if lse is not None and tuple(lse.shape) != (query_heads, tokens):
+        raise ValueError(
+            f"lse has shape {list(lse.shape)}: expected [{query_heads}, {tokens}]"
+        )
+    check_results(out, lse, {"query": query, "key_cache": key_cache})
+    reject_options(
+        options,
+        options.given,
+        f"attention to the slots of records ({form.name}) takes no option, and records store"
+        " their scales",
+    )
 
 
 def _check_format(key_cache: Tensor, options: AttentionOptions) -> None:

@@ -28,6 +28,7 @@ from pagetwin.conformance.laws.indexer import (
     build_indexed,
 )
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
+from pagetwin.conformance.laws.sparse_records import RECORD_PLANS, build_records
 from pagetwin.conformance.laws.sparse_slots import arguments_for_slots
 from pagetwin.contract.attention_options import (
     OPTION_NAMES,
@@ -543,6 +544,23 @@ def test_the_two_caches_may_be_arguments_of_their_own(device: torch.device) -> N
     compiled = torch.compile(write, fullgraph=True, backend="aot_eager")
     assert_same(compiled(key, *caches[1], slots), expected)
     assert_same(caches[1], caches[0])
+
+
+def test_a_compiled_call_over_records_returns_the_elements_of_latents(
+    device: torch.device,
+) -> None:
+    """The last axis of records counts bytes, and two codes per byte in another format."""
+    call = build_records("nvfp4_ds_mla", RECORD_PLANS[0], device)
+
+    def attend(query: Tensor, records: Tensor, slots: Tensor) -> Tensor:
+        cache = records[:, :, None]
+        return TWIN.sparse_attention(query, cache, cache, slots) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    given = call.query, call.key_cache[:, :, 0], call.slots
+    found = compiled(*given)
+    assert found.shape == (*call.query.shape[:2], 512)
+    assert torch.equal(found, attend(*given))
 
 
 def test_another_batch_size_compiles_at_most_once_more(device: torch.device) -> None:

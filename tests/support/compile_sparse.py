@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from pagetwin.contract.latent_formats import LATENT_FORMATS, LatentFormat
+from torch import Tensor
 
 NAMES = {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -41,3 +43,20 @@ def sparse_cases(twin: Any) -> Iterator[tuple[str, Callable[[], None]]]:
             torch.zeros(8, 2048, dtype=torch.int32),
         ),
     )
+    for name, form in LATENT_FORMATS.items():
+        pages = torch.zeros(64, form.block_bytes(64), dtype=torch.uint8)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            yield (
+                f"sparse attention, {str(dtype).removeprefix('torch.')}, {name}",
+                lambda f=form, p=pages, d=dtype: _attend_to_records(twin, f, p, d),
+            )
+
+
+def _attend_to_records(
+    twin: Any, form: LatentFormat, pages: Tensor, dtype: torch.dtype
+) -> None:
+    """Launch the attention of 8 tokens to 2,048 records each."""
+    records = form.view_cache(pages, 64)[:, :, None]
+    query = torch.zeros(8, 64, form.width, dtype=dtype)
+    slots = torch.zeros(8, 2048, dtype=torch.int32)
+    twin.sparse_attention(query, records, records, slots, lse=torch.zeros(64, 8))

@@ -46,7 +46,7 @@ def choose_dot_dtype(form: LatentFormat, dtype: torch.dtype) -> Any:
 
 
 def choose_tiles(
-    form: LatentFormat, dtype: torch.dtype, is_split: bool
+    form: LatentFormat, dtype: torch.dtype, is_split: bool, names_slots: bool
 ) -> DecodeTiles:
     """Return the tiles of queries of a dtype.
 
@@ -60,6 +60,7 @@ def choose_tiles(
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         ROUND=tl.float32 if must_widen(dtype) else TRITON_DTYPES[dtype],
         IS_SPLIT=is_split,
+        NAMES_SLOTS=names_slots,
     )
 
 
@@ -86,12 +87,14 @@ def attend_to_records(
     scale: float,
     window: int | None,
     lse: Tensor | None,
+    names_slots: bool = False,
 ) -> Tensor:
     """Return the average latent of each row: [tokens, heads, kv_lora_rank].
 
     Args:
         query: [tokens, heads, width] in the space of the latents, packed.
         lse: Optional. [heads, tokens], modified in place.
+        names_slots: Whether the entries of `block_table` are slots, not blocks.
 
     The other arguments are those of `latent_decode_attention`.
     """
@@ -107,7 +110,7 @@ def attend_to_records(
         return mean[0].to(dtype)
     query_tiles = triton.cdiv(rows, BLOCK_M)
     splits = choose_splits(query_tiles * reqs, max_seq_len, device)
-    tiles = choose_tiles(form, dtype, splits > 1)
+    tiles = choose_tiles(form, dtype, splits > 1, names_slots)
     config = make_config(form, has_native_fp8(device))
     final = _results(mean, None if lse is None else lse[None])
     results, partial_out, partial_lse = final, mean, lse
@@ -155,10 +158,10 @@ def _results(out: Tensor, lse: Tensor | None) -> Results:
     return Results(out, lse, *out.stride()[:3], *strides)
 
 
-def check_record_queries(q_nope: Tensor) -> None:
+def check_record_queries(query: Tensor, name: str = "q_nope") -> None:
     """Raise for queries of a dtype that the kernels of records do not have."""
-    if q_nope.dtype == torch.float64:
+    if query.dtype == torch.float64:
         raise NotImplementedError(
-            "q_nope is torch.float64: expected float16, bfloat16 or float32; the reference"
+            f"{name} is torch.float64: expected float16, bfloat16 or float32; the reference"
             " takes float64"
         )

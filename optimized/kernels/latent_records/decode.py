@@ -18,9 +18,10 @@ class Batch(NamedTuple):
     """The requests of a call, as a kernel's argument.
 
     Args:
-        block_table, query_start_loc, seq_lens: As in `latent_decode_attention`.
+        block_table, query_start_loc, seq_lens: As in `latent_decode_attention`. If the call names
+            slots, an entry of the table is a slot.
         table_stride_req, table_stride_entry: Strides of the block table.
-        block_size: Tokens per block.
+        block_size: Tokens per block of the cache.
         window: Optional. Keys that a query attends to, its own included. If None, all are visible.
     """
 
@@ -62,6 +63,7 @@ class DecodeTiles(NamedTuple):
         PRECISION: Of products of float32 operands. tf32 holds every float16 mantissa.
         ROUND: Dtype that weights are rounded to.
         IS_SPLIT: Whether partial results are stored, with a log-sum-exp in base 2.
+        NAMES_SLOTS: Whether the entries of the block table are slots, not blocks.
     """
 
     BLOCK_M: int
@@ -70,6 +72,7 @@ class DecodeTiles(NamedTuple):
     PRECISION: str
     ROUND: Any
     IS_SPLIT: bool
+    NAMES_SLOTS: bool
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -121,9 +124,14 @@ def decode_records_kernel(
         # gather the sequence's records and decode them
         key = start_n + tl.arange(0, tiles.BLOCK_N)  # [BLOCK_N]
         is_key = key < end
-        entry = (key // batch.block_size).to(tl.int64) * batch.table_stride_entry
-        block_id = tl.load(table_row + entry, mask=is_key, other=0).to(tl.int64)
-        offset = (key % batch.block_size).to(tl.int64)
+        if tiles.NAMES_SLOTS:
+            entry = key.to(tl.int64) * batch.table_stride_entry
+            slot = tl.load(table_row + entry, mask=is_key, other=0).to(tl.int64)
+            block_id, offset = slot // batch.block_size, slot % batch.block_size
+        else:
+            entry = (key // batch.block_size).to(tl.int64) * batch.table_stride_entry
+            block_id = tl.load(table_row + entry, mask=is_key, other=0).to(tl.int64)
+            offset = (key % batch.block_size).to(tl.int64)
         slots = find_slots(kv_cache, block_id, offset, batch.block_size, is_key, config)
         kv = load_latents(kv_cache, slots, tl.float32, config).to(tiles.DOT)
         k_rope = load_rope(kv_cache, slots, config).to(tiles.DOT)

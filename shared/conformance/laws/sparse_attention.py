@@ -268,9 +268,14 @@ class SparseCall:
     slots: Tensor
     options: dict[str, Any]
 
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.value_cache.shape[-1]
+
     def run(self, operation: Any, **changes: Any) -> tuple[Tensor, Tensor]:
         """Return an operation's output and log-sum-exp, which are full of NaN before."""
-        size = (*self.query.shape[:2], self.value_cache.shape[-1])
+        size = (*self.query.shape[:2], self.value_size)
         out = self.query.new_full(size, NAN)
         lse = torch.full((size[1], size[0]), NAN, device=out.device)
         given = {
@@ -298,10 +303,10 @@ class SparseCall:
         return attend_by_hand(requests, given, len(self.rows))
 
 
-def build_sparse(plan: SparsePlan, device: torch.device) -> SparseCall:
-    """Return the tensors of a plan. Slots that no token names hold NaN."""
-    generator, pick = torch.Generator().manual_seed(plan.seed), Random(plan.seed)
-    size, tokens = plan.num_blocks * plan.block_size, len(plan.lens)
+def draw_rows(plan: SparsePlan) -> tuple[list[list[int]], Tensor, int]:
+    """Return the slots that tokens name, their rows with -1 among them, and the needle's slot."""
+    pick, tokens = Random(plan.seed), len(plan.lens)
+    size = plan.num_blocks * plan.block_size
     order = pick.sample(range(size), size)
     # the needle is the first slot of the order, and no other token names it
     rows = [order[:1] * (number == 0 and plan.needle) for number in range(tokens)]
@@ -315,12 +320,20 @@ def build_sparse(plan: SparsePlan, device: torch.device) -> SparseCall:
     for token, row in enumerate(rows):
         columns = sorted(pick.sample(range(width), len(row)))
         slots[token, columns] = torch.tensor(row, dtype=torch.int32)
+    return rows, slots, order[0]
+
+
+def build_sparse(plan: SparsePlan, device: torch.device) -> SparseCall:
+    """Return the tensors of a plan. Slots that no token names hold NaN."""
+    generator = torch.Generator().manual_seed(plan.seed)
+    rows, slots, needle = draw_rows(plan)
     heads, named = plan.kv_heads, sorted({slot for row in rows for slot in row})
+    tokens = len(plan.lens)
     query = torch.randn(tokens, heads * plan.group, plan.head_size, generator=generator)
     query = query.to(plan.dtype)
     numbers = torch.randn(2, len(named), heads, plan.head_size, generator=generator)
     if plan.needle:
-        numbers[0, named.index(order[0])] = 4 * query[0, :: plan.group].float()
+        numbers[0, named.index(needle)] = 4 * query[0, :: plan.group].float()
     options: dict[str, Any] = {
         name: True for name in plan.options if name == "batch_invariant"
     }
