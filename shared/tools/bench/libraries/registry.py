@@ -1,7 +1,9 @@
 """Registry: every attention library that the benchmark can call, ours first."""
 
 from ...bench_names import find_implementations
+from .cudnn_paged import CudnnPaged
 from .flash_attention_3 import FlashAttention3
+from .flash_attention_4 import FlashAttention4
 from .flash_mla import FlashMLA
 from .flashinfer import FlashInfer
 from .library import AttentionLibrary
@@ -39,7 +41,9 @@ def all_libraries(
     return [
         Ours(device),
         FlashAttention3(device, fa3),
+        FlashAttention4(device),
         FlashInfer(device),
+        CudnnPaged(device),
         VLLMTriton(device),
         XFormers(device),
         TorchAttention(device, "FLASH_ATTENTION", "torch-flash", "torch, flash"),
