@@ -1,4 +1,4 @@
-"""Calls of FlashAttention-4's compiled forms and of cuDNN's graphs, computed by the reference."""
+"""Calls of FlashAttention-4's compiled forms, cuDNN's graphs and FlashInfer's wrappers."""
 
 import importlib.machinery
 import sys
@@ -20,6 +20,7 @@ from pagetwin.tools.bench.libraries.flash_attention_4 import (
     combine_name,
     form_of,
 )
+from pagetwin.tools.bench.libraries.flashinfer import FlashInfer, FlashInferPOD
 from pagetwin.tools.bench.libraries.library import Declined
 from pagetwin.tools.bench.workloads import load_workloads
 
@@ -82,7 +83,8 @@ class Forms:
             logits_soft_cap=None if form["cap"] is None else float(form["cap"]),
             sinks=sinks if sinks is None else sinks.float(),
         )
-        found, lse = attend(q, k, v, scale, starts, table=table, lens=lens, options=options)  # fmt: skip
+        batch = {"table": table, "lens": lens, "options": options}
+        found, lse = attend(q, k, v, scale, starts, **batch)
         if not form["split"]:
             assert out_lse is None
             out.copy_(found)
@@ -258,7 +260,8 @@ class Graph:
         assert self.built and handle == "handle"
         given, pages = self.given, "paged_attention_k_table" in self.given
         q, k, v, out = (tensors[number] for number in range(1, 5))
-        lens_q, lens = (tensors[given[name].uid].flatten() for name in ("seq_len_q", "seq_len_kv"))  # fmt: skip
+        numbers = (given["seq_len_q"].uid, given["seq_len_kv"].uid)
+        lens_q, lens = (tensors[number].flatten() for number in numbers)
         starts = torch.cat([lens_q.new_zeros(1), lens_q.cumsum(0).int()])
         table = None
         for node, tensor in ((given["q"], q), (self.out, out)):
@@ -363,3 +366,72 @@ def test_cudnn_is_named_with_both_versions(cudnn: Any, monkeypatch: Any) -> None
     assert "cannot be used (RuntimeError: cudnnHandle" in CudnnPaged("cuda").missing()
     monkeypatch.setattr(cudnn_paged, "why_no_modules", lambda *names, install: install)
     assert CudnnPaged("cuda").missing() == "nvidia-cudnn-frontend"
+
+
+class Wrapper:
+    """A wrapper of FlashInfer for latents or for mixed batches, which computes by the reference."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str = "NHD") -> None:
+        assert workspace.dtype == torch.uint8
+
+    def plan(self, *given: Any, **named: Any) -> None:
+        self.given, self.named = given, named
+
+    def part(self, q: Any, caches: Any, batch: Any, causal: bool) -> Any:
+        """Return attention of queries over listed blocks."""
+        starts, block_starts, blocks, last = batch
+        counts, size = block_starts.diff(), caches[0].shape[1]
+        table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
+        for req, count in enumerate(counts.tolist()):
+            first = int(block_starts[req])
+            table[req, :count] = blocks[first : first + count]
+        lens = ((counts - 1) * size + last).int()
+        scale = self.named.get("sm_scale", q.shape[-1] ** -0.5)
+        options = AttentionOptions(causal=causal)
+        batch = {"table": table, "lens": lens, "options": options}
+        return attend(q, *caches, scale, starts, **batch)[0]
+
+    def run(self, *tensors: Any, causal_p: bool = False, out: Any = None) -> Any:
+        if out is None:
+            prefills, pages, decodes, _ = tensors
+            return (
+                self.part(prefills, pages, self.given[:4], causal_p),
+                self.part(decodes, pages, self.given[4:], False),
+            )
+        query, keys = torch.cat(tensors[:2], -1), torch.cat(tensors[2:], -1)
+        names = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+        starts, block_starts, blocks, lens = (self.named[name] for name in names)
+        size = self.named["page_size"]
+        batch = (starts, block_starts, blocks, (lens - 1) % size + 1)
+        caches = (keys[:, :, None], keys[:, :, None, : self.named["head_dim_ckv"]])
+        return out.copy_(self.part(query, caches, batch, self.named["causal"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (FlashInfer, "mla-decode-16h-256x1k"),
+        (FlashInfer, "mla-verify-q2-128h-64x4k"),
+        (FlashInferPOD, "mixed-128x4k+2k"),
+    ],
+)
+def test_flashinfer_gets_latents_and_mixed_batches(
+    monkeypatch: Any, kind: type[FlashInfer], name: str
+) -> None:
+    module = SimpleNamespace(
+        mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper),
+        BatchPODWithPagedKVCacheWrapper=Wrapper,
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    inputs = draw_inputs(small(name), 0, "cpu")
+    prepared = kind("cpu").prepare(inputs)
+    result = prepared.call()
+    found = find_expected(inputs).check(prepared.rows(result), torch.bfloat16)
+    assert found.ok, found.message
+    result.fill_(torch.nan)  # as the benchmark poisons a captured output
+    assert prepared.rows(result).isnan().all()
+
+
+def test_flashinfer_pod_is_for_mixed_batches() -> None:
+    with pytest.raises(Declined, match="for mixed batches"):
+        FlashInferPOD("cpu").prepare(draw_inputs(small("decode-16x512"), 0, "cpu"))

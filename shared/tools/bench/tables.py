@@ -43,7 +43,7 @@ def versioned_name(record: Record, name: str | None) -> str:
     """
     if name is None:
         return ""
-    version = record["implementations"][name]["version"]
+    version = record["implementations"][name].get("version")
     return f"{name}, {version.removeprefix('operators of ')}" if version else name
 
 

@@ -5,7 +5,7 @@ from .cudnn_paged import CudnnPaged
 from .flash_attention_3 import FlashAttention3
 from .flash_attention_4 import FlashAttention4
 from .flash_mla import FlashMLA
-from .flashinfer import FlashInfer
+from .flashinfer import FlashInfer, FlashInferPOD
 from .library import AttentionLibrary
 from .ours import Ours, OursPlain, OursUnquantised
 from .torch_index import TorchIndex
@@ -43,6 +43,7 @@ def all_libraries(
         FlashAttention3(device, fa3),
         FlashAttention4(device),
         FlashInfer(device),
+        FlashInferPOD(device),
         CudnnPaged(device),
         VLLMTriton(device),
         XFormers(device),
