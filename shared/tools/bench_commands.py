@@ -29,8 +29,8 @@ Device = Annotated[str | None, typer.Option(help="cuda, or cpu with --smoke.  (c
 Implementations = Annotated[
     str | None,
     typer.Option(
-        help="Comma-separated: ours, fa3, flashmla, flashinfer, vllm, xformers, torch."
-        "  (all that are installed)"
+        help="Comma-separated: ours, fa3, fa4, flashmla, flashinfer, cudnn, vllm, xformers,"
+        " torch.  (all that are installed)"
     ),
 ]
 Rounds = Annotated[

@@ -20,7 +20,8 @@ SUITES = {
 }
 """Files of each suite of workloads."""
 IMPLEMENTATIONS = (
-    "ours", "fa3", "flashinfer", "vllm", "xformers", "torch-flash", "torch-cudnn"
+    "ours", "fa3", "fa4", "flashinfer", "flashinfer-pod", "cudnn", "vllm", "xformers",
+    "torch-flash", "torch-cudnn",
 )  # fmt: skip
 """Names of the libraries that every suite can time."""
 BEYOND_STANDARD = ("ours-plain", "ours-bf16", "flashmla", "torch-index")

@@ -33,6 +33,8 @@ export LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}/usr/local/nvidia/li
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 # kernels of other libraries that `pagetwin bench` and the adapters compare with
 _fa3=$(find "$_site" -name '_vllm_fa3_C*.so' -print -quit)
+_fa4=$(find "$_site" -name 'flash_attention_4.so' -print -quit)
 _flashmla=$(find "$_site" -name '_flashmla_C*.so' -print -quit)
 if [ -n "$_fa3" ]; then export PAGETWIN_FA3=$_fa3; fi
+if [ -n "$_fa4" ]; then export PAGETWIN_FA4=$_fa4; fi
 if [ -n "$_flashmla" ]; then export PAGETWIN_FLASHMLA=$_flashmla; fi

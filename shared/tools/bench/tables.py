@@ -35,6 +35,18 @@ def one_line(workload: Record, meaningless: str | None) -> str:
     return f"{workload['name']}: {', '.join(parts) or 'nothing was timed'}"
 
 
+def versioned_name(record: Record, name: str | None) -> str:
+    """Return the name of a library with the version that ran.
+
+    Example:
+        "fa3, vLLM 0.33.0", of operators of vLLM 0.33.0.
+    """
+    if name is None:
+        return ""
+    version = record["implementations"][name].get("version")
+    return f"{name}, {version.removeprefix('operators of ')}" if version else name
+
+
 def kernel_words(entry: Record) -> str:
     """Return the names of the kernels that ran. Empty if they are not known."""
     return " + ".join(entry.get("kernels", ()))
@@ -217,7 +229,9 @@ def _cells(record: Record, workload: Record, names: list[str]) -> list[str]:
     if len(names) > 1 and not meaningless:
         best = workload["best_peer"]
         value = workload["ratio_to_best_peer"]
-        row.append("" if value is None else f"{_ratio(value)} {best}")
+        row.append(
+            "" if value is None else f"{_ratio(value)} {versioned_name(record, best)}"
+        )
         if "fa3" in names:
             row.append(_ratio(workload["ratio_to_fa3"]))
     if record["published"] is not None:
@@ -352,7 +366,8 @@ def markdown_table(record: Record) -> list[str]:
         share = ours.get("share_of_ceiling")
         cells.append("" if share is None else f"{share:.0%} ({workload['floor_of']})")
         value, known = workload["ratio_to_best_peer"], workload["published"]
-        cells.append("" if value is None else f"{value:.3f} ({workload['best_peer']})")
+        best = versioned_name(record, workload["best_peer"])
+        cells.append("" if value is None else f"{value:.3f} ({best})")
         has_ratio = known is not None and known["ratio"] is not None
         cells.append(f"{known['ratio']:.3f} ({known['by']})" if has_ratio else "")
         lines.append(f"| {' | '.join(cells)} |")

@@ -1,9 +1,11 @@
 """Registry: every attention library that the benchmark can call, ours first."""
 
 from ...bench_names import find_implementations
+from .cudnn_paged import CudnnPaged
 from .flash_attention_3 import FlashAttention3
+from .flash_attention_4 import FlashAttention4
 from .flash_mla import FlashMLA
-from .flashinfer import FlashInfer
+from .flashinfer import FlashInfer, FlashInferPOD
 from .library import AttentionLibrary
 from .ours import Ours, OursPlain, OursUnquantised
 from .sparse.flash_mla import FlashMLARecords, FlashMLASparse
@@ -44,7 +46,10 @@ def all_libraries(
     return [
         Ours(device),
         FlashAttention3(device, fa3),
+        FlashAttention4(device),
         FlashInfer(device),
+        FlashInferPOD(device),
+        CudnnPaged(device),
         VLLMTriton(device),
         XFormers(device),
         TorchAttention(device, "FLASH_ATTENTION", "torch-flash", "torch, flash"),
