@@ -3,8 +3,8 @@
 The kernels are those of `paged_attention`. They get the cache as blocks of one slot, a view of the
 same memory, and each token as a request of one query, whose row of the block table is its row of
 slots. Nothing is gathered. Slots are moved to the front of their row on the device, and the host
-reads no lengths. So a captured CUDA graph may contain the call. Records of latents have a kernel that
-finds them by slots, and decodes a tile of them in registers.
+reads no lengths. So a captured CUDA graph may contain the call. Records of latents have a kernel
+that finds them by slots, and decodes a tile of them in registers.
 """
 
 from dataclasses import replace
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...contract.argument_kinds import INT32
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
-from ...contract.kinds import PAD_SLOT_ID
 from ...contract.latent_formats import find_record_heads
 from ...contract.shapes import (
     BlockTable,
@@ -32,7 +31,7 @@ from ...validation.sparse import check_convert_indices, check_sparse_attention
 from ..attention.paged import paged_attention
 from ..dispatch.dispatch import reject_compute_dtype
 from ..kernels.latent_records.attend import attend_to_records, check_record_queries
-from ..kernels.sparse.move_to_front import move_to_front
+from ..kernels.sparse.rows import convert_indices, pack_slots
 from ..runtime.launcher import check_launch
 from ..runtime.operators import operator
 
@@ -53,25 +52,11 @@ def convert_req_index_to_global_index(
         req_id, block_table, token_indices, block_size, dcp_world_size, dcp_rank,
         dcp_kv_cache_interleave_size, contents=values_checked(token_indices),
     )  # fmt: skip
-    reqs, max_blocks = block_table.shape
-    if not token_indices.numel() or not block_table.numel():
-        return torch.full_like(token_indices, PAD_SLOT_ID), torch.zeros_like(req_id)
-    # step: find the rank of the position, and its position there
-    position, interleave = token_indices, dcp_kv_cache_interleave_size
-    turn, offset = position // interleave, position % interleave
-    local = turn // dcp_world_size * interleave + offset
-    is_here = turn % dcp_world_size == dcp_rank
-    # step: skip what has no slot
-    owner = req_id.long()[:, None]
-    has_slot = (owner >= 0) & (owner < reqs) & (position >= 0) & is_here
-    has_slot &= local // block_size < max_blocks
-    # step: look up the slot in the request's row
-    owner, local = owner.clamp(0, reqs - 1), torch.where(has_slot, local, 0)
-    block_id = block_table[owner, local // block_size]
-    slots = block_id * block_size + local % block_size
-    slots = torch.where(has_slot, slots, PAD_SLOT_ID)
-    count = has_slot.sum(1, dtype=torch.int32)
-    return move_to_front(slots) if compact_valid_to_front else slots, count
+    check_launch(token_indices)
+    ranks = dcp_world_size, dcp_rank, dcp_kv_cache_interleave_size
+    return convert_indices(
+        req_id, block_table, token_indices, block_size, ranks, compact_valid_to_front
+    )
 
 
 @operator(out=["out", "lse"], takes_records=True)
@@ -100,16 +85,14 @@ def sparse_attention(
         query, key_cache, value_cache, slots, out, lse, options, req_id, block_table,
         contents=values_checked(query), scale=scale,
     )  # fmt: skip
-    tokens, selected = slots.shape
+    selected = slots.shape[1]
     form = find_record_heads(key_cache, value_cache)
+    check_launch(key_cache)
     if form is not None:
-        check_launch(key_cache)
         check_record_queries(query, "query")
     # step: leave out the entries without a slot
-    lens = (slots >= 0).sum(1, dtype=torch.int32)
-    named = move_to_front(slots).clamp(min=0)
-    starts = torch.arange(tokens + 1, dtype=torch.int32, device=query.device)
     if form is not None:
+        named, starts, lens = pack_slots(slots)
         scale = query.shape[2] ** -0.5 if scale is None else scale
         mean = attend_to_records(
             form, query.contiguous(), key_cache[:, :, 0], named, starts, lens, 1, selected, scale,
@@ -118,8 +101,7 @@ def sparse_attention(
         return mean if out is None else out.copy_(mean)
     # step: gather the keys and values of the slots
     block_step, slot_step = _steps(key_cache, value_cache)
-    block_size = key_cache.shape[1]
-    rows = named // block_size * block_step + named % block_size * slot_step
+    rows, starts, lens = pack_slots(slots, key_cache.shape[1], block_step, slot_step)
     # step: compute the scaled dot products of the query and the keys
     # step: turn scores into weights (softmax)
     # step: average the values by the weights

@@ -673,6 +673,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 def main(chips: list[int]) -> None:
     """Compile every case for every chip."""
     launches: list[Any] = []
+    # what a launch would have written is read by the next one
+    os.environ["PAGETWIN_CHECK_VALUES"] = "0"
     for chip in chips:
         pretend(chip, launches)
         for module in (

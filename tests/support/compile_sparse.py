@@ -43,6 +43,17 @@ def sparse_cases(twin: Any) -> Iterator[tuple[str, Callable[[], None]]]:
             torch.zeros(8, 2048, dtype=torch.int32),
         ),
     )
+    for is_compact in (False, True):
+        yield (
+            f"slots of positions{', compact' * is_compact}",
+            lambda to_front=is_compact: twin.convert_req_index_to_global_index(
+                torch.zeros(8, dtype=torch.int32),
+                torch.zeros(4, 64, dtype=torch.int32),
+                torch.zeros(8, 2048, dtype=torch.int32),
+                64,
+                compact_valid_to_front=to_front,
+            ),
+        )
     for name, form in LATENT_FORMATS.items():
         pages = torch.zeros(64, form.block_bytes(64), dtype=torch.uint8)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):

@@ -19,7 +19,6 @@ from ..common.config import LOG2_E, SWIZZLED
 from ..common.entry import find_ends, find_order
 from ..common.plan import MAX_TENSOR_MAPS, Address
 from ..common.planes import BOX_MARGIN, MAX_COORDINATE, takes_scale_and_lse
-from ..common.stream_k import MIN_TILES
 from ..common.warm import warm_every
 from .combination import Combination, lower_splits
 from .combine import MAX_SEGMENTS
@@ -30,6 +29,7 @@ from .kernel import (
     copied_latent_decode_kernel,
     latent_decode_kernel,
 )
+from .segments import choose_segments
 
 SMALL_Q_ROWS = 16
 """Rows of the query box if a tile has no more; otherwise the box has BLOCK_M rows."""
@@ -101,10 +101,12 @@ class LatentDecodePlan:
         # without new tokens there may be rows of no request
         request_rows = max(1, call.max_query_len) * self.num_heads
         max_row_tiles = -(-request_rows // BLOCK_M.value)
-        max_tiles = max_row_tiles * max(1, -(-call.max_key_len // BLOCK_N.value))
-        segments = max(1, num_reqs * max_tiles // MIN_TILES.value)
-        segments = min(segments, count_processors(query.device), MAX_SEGMENTS.value)
+        kv_tiles = -(-call.max_key_len // BLOCK_N.value)
         partial_rows = min(request_rows, BLOCK_M.value)
+        most = min(count_processors(query.device), MAX_SEGMENTS.value)
+        segments = choose_segments(
+            num_reqs, max_row_tiles, kv_tiles, partial_rows, most
+        )
         # partial results begin at a multiple of 16 bytes
         partials, splits = -(-segments * 2 * partial_rows // 4) * 4, 4 * segments
         size = splits + partials * (RANK.value + 1)
