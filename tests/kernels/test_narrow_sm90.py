@@ -63,6 +63,29 @@ LATENT_PROMPTS: list[tuple[int, Lens, float]] = [
     (128, (333,), 0.96), (128, (2048,), 1.74),
 ]  # fmt: skip
 """The same of prompts with so many heads of 192 and 128."""
+PACKED: dict[tuple[int, int, int], list[tuple[Lens, Lens, bool, float]]] = {
+    (14, 2, 64): [
+        ((333,), (333,), True, 0.56), (SHORT, SHORT, True, 0.82),
+        ((64,) * 16, (4096,) * 16, True, 0.95), ((40,) * 8, (1500,) * 8, False, 0.58),
+    ],
+    (40, 8, 128): [
+        ((333,), (333,), True, 0.79), (SHORT, SHORT, True, 1.02),
+        ((64,) * 16, (4096,) * 16, True, 1.08), ((40,) * 8, (1500,) * 8, False, 1.39),
+    ],
+    (28, 4, 128): [
+        ((333,), (333,), True, 0.76), ((300,) * 4, (300,) * 4, True, 0.89),
+        ((64,) * 16, (4096,) * 16, True, 1.22), ((40,) * 8, (1500,) * 8, False, 1.08),
+    ],
+    (12, 2, 128): [
+        ((333,), (333,), True, 0.65), ((200,) * 8, (200,) * 8, False, 0.78),
+        ((64,) * 16, (4096,) * 16, True, 1.20), ((40,) * 8, (1500,) * 8, False, 0.69),
+    ],
+    (36, 4, 64): [
+        ((333,), (333,), True, 0.70), ((1024,), (1024,), True, 0.84),
+        ((64,) * 16, (4096,) * 16, True, 1.19), ((40,) * 8, (1500,) * 8, False, 1.20),
+    ],
+}  # fmt: skip
+"""Time of narrow tiles of one head divided by that of tiles with all heads of a KV head."""
 
 
 def make_call(
@@ -125,6 +148,20 @@ def test_the_chosen_width_takes_the_least_time_of_nearly_all_batches() -> None:
 
 
 @pytest.mark.usefixtures("by_bounds")
+@pytest.mark.parametrize("heads", PACKED)
+def test_narrow_tiles_of_one_head_are_chosen_where_they_are_faster_than_packed_ones(
+    heads: tuple[int, int, int],
+) -> None:
+    for lens, key_lens, causal, ratio in PACKED[heads]:
+        call = make_call(lens, heads[:2], (heads[2],) * 2, key_lens, causal)
+        plan = family.plan(call)
+        assert plan.find_packed(max(lens)) is not None
+        assert loss(call, ratio) <= 1.23, (lens, ratio)
+        if ratio < 0.8 or ratio > 1.1:
+            assert plan.prefers_narrow(call) is (ratio < 1), (lens, ratio)
+
+
+@pytest.mark.usefixtures("by_bounds")
 def test_a_width_is_estimated_once_per_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make_call((40,), (32, 8), (128, 128))
     made = family.plan(call)
@@ -175,7 +212,7 @@ def test_a_warm_up_launches_boxes_of_8_rows_for_requests_that_are_not_copied(
         ((32, 8), (64, 64), {}, True), ((64, 8), (256, 256), {}, True),
         ((32, 8), (128, 128), {"sliding_window": 100}, True),
         ((32, 8), (128, 128), {"logits_soft_cap": 30.0}, True),
-        # tiles of one head, and not those of whole tokens
+        # of one head, not of whole tokens
         ((10, 2), (128, 128), {}, True),
         # tiles that begin within a token
         ((48, 1), (128, 128), {}, False),

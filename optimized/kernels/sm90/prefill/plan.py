@@ -78,6 +78,12 @@ class PrefillPlan(Sm90Plan):
             self.narrow = type(self).derive(self, config, self.boxes)
         return self
 
+    def find_packed(self, max_query_len: int) -> "PrefillPlan | None":
+        """Return the plan for short requests if it is chosen for some of this length."""
+        packed = self.packed
+        is_chosen = packed is not None and packed.is_chosen(max_query_len)
+        return packed if is_chosen else None
+
     def prefers_narrow(self, call: AttentionCall) -> bool:
         """Return whether a batch takes less time with narrow tiles, as its bounds say."""
         bounds = PrefillBounds(
@@ -89,7 +95,14 @@ class PrefillPlan(Sm90Plan):
             if len(self._widths) >= MAX_WIDTHS:
                 self._widths.clear()
             processors = count_processors(call.query.device)
-            is_narrow = takes_less_time(self.config, self.num_heads, bounds, processors)
+            packed = self.find_packed(call.max_query_len)
+            is_narrow = takes_less_time(
+                self.config,
+                packed and packed.config,
+                self.num_heads,
+                bounds,
+                processors,
+            )
             self._widths[bounds] = is_narrow
         return is_narrow
 
@@ -134,9 +147,7 @@ class PrefillPlan(Sm90Plan):
             # `sm90 code prefill` may take longer requests, and copies their keys first
             lens.add(least)
         for query_len in sorted(lens):
-            is_packed = self.packed is not None and self.packed.is_chosen(query_len)
-            has_both = self.narrow is not None and not is_packed
-            for division in (WIDE, NARROW) if has_both else (WIDE,):
+            for division in (WIDE,) if self.narrow is None else (WIDE, NARROW):
                 of_tile = task._replace(division=division)
                 yield Warm(type(self).__name__, 1, query_len, keys, of_tile)
 
@@ -171,18 +182,18 @@ class PrefillPlan(Sm90Plan):
         """
         if call.max_query_len * self.group_size <= short_rows:
             return
-        packed = self.packed
-        if packed is not None and packed.is_chosen(call.max_query_len):
-            packed.launch_prefill(call, short_rows, scales, key_factors)
-            if packed.is_usable:
-                return
-            self.packed = None
         narrow = self.narrow
         if narrow is not None and (
             division == NARROW or (not division and self.prefers_narrow(call))
         ):
             narrow.launch_prefill(call, short_rows, scales, key_factors)
             return
+        packed = self.find_packed(call.max_query_len)
+        if packed is not None:
+            packed.launch_prefill(call, short_rows, scales, key_factors)
+            if packed.is_usable:
+                return
+            self.packed = None
         given = self.name_arguments(call)
         tokens, device = call.query.shape[0], call.query.device
         # with all query heads of a KV head in a tile, the kernel counts tokens and KV heads
