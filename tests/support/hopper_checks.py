@@ -26,10 +26,7 @@ FAR = [
         "prefill, padding, padded heads, three to a tile",
         "append, several segments",
     )
-] + [
-    (axis, "copied latent, few blocks")
-    for axis in ("table row", "block", "slot")
-]
+] + [(axis, "copied latent, few blocks") for axis in ("table row", "block", "slot")]
 """Axes with long strides, and calls that they are tried in."""
 
 
