@@ -15,6 +15,7 @@ CASES = (
     "batch-invariant",
     "encoder",
     "latent",
+    "latent, copied",
     "prefill, FP8",
     "prefill alone",
     "prefill alone, FP8",

@@ -130,7 +130,7 @@ def attention(
     tokens, reqs = sum(query_lens), len(query_lens)
     is_paged = options.pop("is_paged", True)
     is_latent, is_fp8 = options.pop("is_latent", False), options.pop("is_fp8", False)
-    prefix = options.pop("prefix", 0)
+    prefix, block_size = options.pop("prefix", 0), options.pop("block_size", 64)
     starts = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
     if options.get("sinks"):
         options["sinks"] = empty(8, dtype=torch.float32)
@@ -147,9 +147,9 @@ def attention(
     query = empty(tokens, 8, head_size, shift=shift)
     out = empty(tokens, 8, value_size, shift=shift)
     dtype = torch.float8_e4m3fn if is_fp8 else BF16
-    key = empty(20, 64, kv_heads, head_size, dtype=dtype)
+    key = empty(20, block_size, kv_heads, head_size, dtype=dtype)
     value = key[..., :512] if is_latent else empty(*key.shape, dtype=dtype)
-    table = empty(reqs, 70, dtype=torch.int32)
+    table = empty(reqs, 4480 // block_size, dtype=torch.int32)
     lens = (vector([4000] * reqs), max(query_lens), 4000)
     batch = (table, vector(starts), *lens)
     value = value.as_subclass(OnGpu)
@@ -177,6 +177,11 @@ def cases(twin: Any) -> Iterator[tuple[str, Callable[[int], Callable[[], Any]]]]
         ("batch-invariant", mixed, {"batch_invariant": True}),
         ("encoder", mixed, {"is_paged": False}),
         ("latent", decode, {"is_latent": True}),
+        (
+            "latent, copied",
+            decode,
+            {"is_latent": True, "block_size": 1, "causal": False},
+        ),
         ("prefill, FP8", [600, 900], {"is_fp8": True}),
         ("prefill alone", [900, 900], {}),
         ("prefill alone, FP8", [900], {"is_fp8": True}),

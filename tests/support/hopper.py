@@ -605,7 +605,7 @@ CASES = {
         {"causal": False}, has_lse=False, seq_lens=(0, 0, 70),
     ),
     "copied latent, few blocks": Case(
-        "latent", plan_of((1, 2), (20, 70), 576, group=2, dtype=FP16, block_size=24)
+        "latent", plan_of((1, 2, 1), (20, 70, 30), 576, group=2, dtype=FP16, block_size=24)
     ),
     # a needle has nearly all of the weight, so this call has none
     "copied latent, many tiles": Case(
