@@ -17,7 +17,6 @@ from pagetwin.conformance.base.support import Support
 from pagetwin.conformance.candidates.candidate import load_candidate
 from pagetwin.conformance.candidates.preflight import check_can_run
 from pagetwin.conformance.cases.latent_batches import LatentPlan
-from pagetwin.conformance.flashinfer_bench.calls import PAST, map_heads
 from pagetwin.conformance.flashinfer_bench.definitions import (
     Definition,
     find_definition,
@@ -27,8 +26,9 @@ from pagetwin.conformance.flashinfer_bench.export import (
     solutions_of,
 )
 from pagetwin.conformance.flashinfer_bench.families import EXPORTED, FAMILIES
+from pagetwin.conformance.flashinfer_bench.inputs.calls import PAST, map_heads
+from pagetwin.conformance.flashinfer_bench.inputs.selections import place_latents
 from pagetwin.conformance.flashinfer_bench.measuring import load_reference
-from pagetwin.conformance.flashinfer_bench.selections import place_latents
 from pagetwin.conformance.flashinfer_bench.timed_results import doubled
 from pagetwin.conformance.flashinfer_bench.workloads import workloads_of
 from pagetwin.conformance.reports.report import Report

@@ -138,7 +138,7 @@ def test_plans_keep_what_a_kernel_takes(flash_attention_3: Any) -> None:
     assert PLANS[9].within(support) == PLANS[9]
     assert PLANS[5].within(support) == PLANS[5]
     assert PLANS[1].within(support) == PLANS[1]
-    # values of 16 elements are not taken, and there are no others of a key of 24
+    # values of 16 elements are not taken, nor any other size below 24
     assert PLANS[2].within(support).value_size is None
     sizes = replace(support, block_sizes=[16], head_sizes=[64])
     fitted = PLANS[0].within(sizes)

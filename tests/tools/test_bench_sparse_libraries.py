@@ -212,6 +212,10 @@ def test_vllms_sparse_kernel_takes_latents_only(
     assert found.ok, found.message
     with pytest.raises(Declined, match="values of 512 elements only"):
         library.prepare_any(drawn("sparse-gqa-1x32k"))
+    # a cache of 2**31 elements without its memory
+    large = torch.zeros(1, 1, 1, 512, dtype=torch.bfloat16).expand(2**22, 1, 1, 512)
+    with pytest.raises(Declined, match="offsets in the cache have 32 bits"):
+        library.prepare_any(replace(real_latents(), key_cache=large))
 
 
 def test_vllms_indexer_gets_a_workspace_and_pages_of_one_head(

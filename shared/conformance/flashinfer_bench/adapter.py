@@ -13,8 +13,9 @@ from ..base.support import Support
 from ..candidates.guard.passed_tensors import PassedTensors
 from ..checks.canaries import unchanged
 from ..checks.expect import Disagreement
-from .appends import append_in_parts
-from .calls import (
+from .definitions import DTYPE, FLOAT32, Definition
+from .inputs.appends import append_in_parts
+from .inputs.calls import (
     draw_columns,
     latent_inputs,
     lengths_of,
@@ -23,8 +24,7 @@ from .calls import (
     spread,
     take,
 )
-from .definitions import DTYPE, FLOAT32, Definition
-from .selections import place_latents, sparse_inputs
+from .inputs.selections import place_latents, sparse_inputs
 from .solutions import Solution, read_solution
 from .sources import import_entry
 

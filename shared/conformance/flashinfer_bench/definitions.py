@@ -64,7 +64,7 @@ INPUTS = {
     "kv_indptr": "Where the page ids of each request start.",
     "kv_indices": "Page ids, request after request.",
     "kv_last_page_len": "Tokens in the last page of each request, from 1 to page_size.",
-    "sparse_indices": "Slots of each query: page id * page_size + offset. -1 is no slot.",
+    "sparse_indices": "Slots of each query: page id * page_size + offset. -1 selects nothing.",
     "sm_scale": "Factor of the scores.",
     "v_a": "Attention over the first set of keys.",
     "s_a": "Its log-sum-exp in base 2. -inf for an empty set; then v_a is not read.",

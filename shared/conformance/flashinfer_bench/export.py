@@ -7,13 +7,11 @@ from typing import Any
 
 from torch import Tensor, device
 
-from .definitions import Definition, find_definition
+from .definitions import REFERENCES, Definition, find_definition
 from .families import EXPORTED
 from .workloads import TraceWorkload, workloads_of, write_safetensors
 
 AUTHOR = "pagetwin"
-SOLUTIONS = Path(__file__).parent / "solved"
-"""Calls of our operations, one file per family."""
 
 
 def export_definitions(
@@ -70,7 +68,7 @@ def trace_of(
 
 def solutions_of(definition: Definition) -> list[dict[str, Any]]:
     """Return the solutions of a definition: its reference, and our operation if there is a call."""
-    own = SOLUTIONS / f"{definition.family.name}.py"
+    own = REFERENCES / f"{definition.family.name}_optimized.txt"
     found = [reference_solution(definition)]
     if own.is_file():
         found.append(operation_solution(definition, own.read_text(encoding="utf-8")))

@@ -23,10 +23,10 @@ from ..cases.latent_batches import LatentPlan, build_latents
 from ..laws.cache_write import CacheWrite
 from ..laws.merging import Parts
 from ..laws.sparse_attention import SparsePlan, build_sparse
-from .appends import append_inputs
-from .calls import latent_inputs, map_heads, paged_inputs
 from .definitions import DTYPE, Definition
-from .selections import place_latents, sparse_inputs
+from .inputs.appends import append_inputs
+from .inputs.calls import latent_inputs, map_heads, paged_inputs
+from .inputs.selections import place_latents, sparse_inputs
 
 Plan = BatchPlan | LatentPlan | Parts | CacheWrite | SparsePlan
 RAGGED_BLOCK = 16

@@ -24,7 +24,8 @@ def attend(
         q_pe: [num_tokens, num_qo_heads, head_dim_kpe].
         ckv_cache: [num_pages, page_size, head_dim_ckv] latents.
         kpe_cache: [num_pages, page_size, head_dim_kpe] rope keys.
-        sparse_indices: [num_tokens, topk] slots, page id * page_size + offset; -1 is no slot.
+        sparse_indices: [num_tokens, topk] slots, page id * page_size + offset; -1 selects
+            nothing.
         sm_scale: Factor of the scores.
 
     Returns:

@@ -91,6 +91,8 @@ class VLLMSparse(VLLMKernels):
         workload = inputs.workload
         if not workload.shares_values or workload.value_size != RANK:
             raise Declined(f"it takes latents with values of {RANK} elements only")
+        if inputs.key_cache.numel() >= 2**31:
+            raise Declined("its offsets in the cache have 32 bits")
         attend: Any = importlib.import_module(SPARSE).triton_bf16_mla_sparse_interface
         latents, slots = inputs.key_cache.flatten(0, 1), inputs.slots[:, None]
 

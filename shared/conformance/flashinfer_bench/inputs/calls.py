@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .definitions import Definition
+from ..definitions import Definition
 
 PAST = 2**31 - 1
 """Page id after the last one of a call, in memory that a kernel must not read."""

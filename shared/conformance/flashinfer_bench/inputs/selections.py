@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..definitions import Definition
 from .calls import draw_columns, spread, take
-from .definitions import Definition
 
 
 @dataclass(frozen=True)

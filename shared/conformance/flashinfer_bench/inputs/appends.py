@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..definitions import Definition
 from .calls import PAST, HeadMap, draw_columns, map_heads, spread, take
-from .definitions import Definition
 
 MOST_REQUESTS = 4
 """Requests that the tokens of a write are distributed over, at most."""

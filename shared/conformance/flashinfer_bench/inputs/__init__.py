@@ -1,0 +1,1 @@
+"""Inputs of definitions, from the arguments of operations."""
