@@ -22,21 +22,35 @@ OPTIONAL_NAMES = {
     ("vllm.v1.attention.backends.utils", "get_kv_cache_layout"),
     ("vllm.config.cache", "is_known_kv_cache_dtype"),
     ("vllm.config.cache", "register_kv_cache_dtype"),
+    ("vllm.v1.attention.backend", "SparseMLAAttentionImpl"),
 }
 
 
-def classes_of(use_mla: bool) -> Iterator[tuple[str, type]]:
+KINDS = {
+    "paged": ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImpl"),
+    "latent": ("MLACommonBackend", "MLACommonMetadataBuilder", "MLACommonImpl"),
+    "sparse": ("MLACommonBackend", "AttentionMetadataBuilder", "MLAAttentionImpl"),
+}
+"""vLLM's classes that ours derive from, by the kind of attention."""
+
+
+def fake(version: str, kind: str) -> Any:
+    """Put a stand-in for a version into place, whose model has that kind of attention."""
+    return fake_vllm(version, kind != "paged", use_sparse=kind == "sparse")
+
+
+def classes_of(version: str, kind: str) -> Iterator[tuple[str, type]]:
     """Yield our classes inside a stand-in, each with the name of vLLM's class that it replaces."""
     from pagetwin.integrations.vllm.plugin import choose_backend
 
     backend = choose_backend()
-    kinds = (
-        ("MLACommonBackend", "MLACommonMetadataBuilder", "MLACommonImpl")
-        if use_mla
-        else ("AttentionBackend", "AttentionMetadataBuilder", "AttentionImpl")
-    )
+    names = list(KINDS[kind])
+    if kind == "sparse" and find_interface(version).has_sparse_class:
+        names[2] = "SparseMLAAttentionImpl"
     ours = (backend, backend.get_builder_cls(), backend.get_impl_cls())
-    yield from zip(kinds, ours, strict=True)
+    for name, mine in zip(names, ours, strict=True):
+        assert name in {base.__name__ for base in mine.__mro__}
+        yield name, mine
 
 
 def methods_of_vllm(version: str, name: str) -> dict[str, dict[str, Any]]:
@@ -67,6 +81,10 @@ def test_the_table_of_interfaces_says_what_the_wheels_say(version: str) -> None:
     registry = facts["modules"]["vllm.v1.attention.backends.registry"]["classes"]
     names = registry["AttentionBackendEnum"]["methods"]
     assert interface.takes_names == ("register" in names)
+    bases = facts["modules"][BACKEND]["classes"]
+    assert interface.has_sparse_class == ("SparseMLAAttentionImpl" in bases)
+    says_so = "is_sparse" in bases["AttentionImplBase"]["attributes"]
+    assert interface.has_sparse_class != says_so
     shape = facts["flash_attn_cache_shape"]
     if shape is None:
         assert interface.is_packed
@@ -89,23 +107,23 @@ def test_the_entry_point_is_in_the_group_that_vllm_loads(version: str) -> None:
     assert 'pagetwin = "pagetwin.integrations.vllm:register"' in text
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_abstract_method_is_left(version: str, use_mla: bool) -> None:
-    with fake_vllm(version, use_mla):
-        for _, ours in classes_of(use_mla):
+def test_no_abstract_method_is_left(version: str, kind: str) -> None:
+    with fake(version, kind):
+        for _, ours in classes_of(version, kind):
             assert not getattr(ours, "__abstractmethods__", frozenset()), ours
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_method_of_ours_takes_what_vllms_takes(version: str, use_mla: bool) -> None:
+def test_a_method_of_ours_takes_what_vllms_takes(version: str, kind: str) -> None:
     """Its parameters by position and by name, in the same order, and none of its own without a
     default."""
-    with fake_vllm(version, use_mla):
-        for name, ours in classes_of(use_mla):
+    with fake(version, kind):
+        for name, ours in classes_of(version, kind):
             for method, described in methods_of_vllm(version, name).items():
                 if method.startswith("_") and method != "__init__":
                     continue
@@ -138,18 +156,20 @@ def _forms(
     )
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
+@pytest.mark.sample(9)
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("version", VERSIONS)
 def test_our_methods_accept_every_call_that_vllm_makes(
-    version: str, use_mla: bool
+    version: str, kind: str
 ) -> None:
     """vLLM 0.31 called get_supported_kernel_block_sizes with an argument that had not existed."""
-    with fake_vllm(version, use_mla):
-        ours = [cls for _, cls in classes_of(use_mla)]
+    with fake(version, kind):
+        ours = [cls for _, cls in classes_of(version, kind)]
         count = 0
         for caller, hooks in recorded(version)["calls"].items():
-            if "sparse" in caller or ("mla" in Path(caller).stem) != use_mla:
+            if "sparse" in caller or (
+                "mla" in Path(caller).stem
+            ) != (kind != "paged"):
                 continue
             for hook, forms in hooks.items():
                 name = "__init__" if hook == "impl_cls" else hook
@@ -208,8 +228,13 @@ def test_every_field_that_the_plugin_reads_exists(version: str) -> None:
         described = modules[module]["classes"][name]
         return {*described["attributes"], *described["methods"]}
 
-    source = (FOLDER / "builder.py").read_text(encoding="utf-8")
-    fields = set(re.findall(r"\bcommon\.(\w+)", source))
+    fields = {
+        name
+        for file in ("builder.py", "sparse_builder.py")
+        for name in re.findall(
+            r"\bcommon\.(\w+)", (FOLDER / file).read_text(encoding="utf-8")
+        )
+    }
     assert len(fields) > 6
     assert fields <= members(BACKEND, "CommonAttentionMetadata")
     assert {
@@ -223,7 +248,8 @@ def test_every_field_that_the_plugin_reads_exists(version: str) -> None:
     assert "static_forward_context" in compilation
     scheduler = members("vllm.config.scheduler", "SchedulerConfig")
     assert {"max_num_seqs", "max_num_batched_tokens"} <= scheduler
-    assert {"max_model_len", "use_mla"} <= members("vllm.config.model", "ModelConfig")
+    model = members("vllm.config.model", "ModelConfig")
+    assert {"max_model_len", "use_mla", "hf_text_config"} <= model
     parallel = members("vllm.config.parallel", "ParallelConfig")
     assert {"cp_kv_cache_interleave_size", "use_ubatching"} <= parallel
     ranks = {"dcp_world_size", "pcp_world_size"}

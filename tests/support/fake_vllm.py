@@ -55,7 +55,10 @@ class FakeGroup:
 
 @contextmanager
 def fake_vllm(
-    version: str, use_mla: bool = False, group: FakeGroup | None = None
+    version: str,
+    use_mla: bool = False,
+    group: FakeGroup | None = None,
+    use_sparse: bool = False,
 ) -> Iterator[ModuleType]:
     """Put a stand-in for a version of vLLM into `sys.modules`, and the plugin anew beside it.
 
@@ -63,6 +66,7 @@ def fake_vllm(
         version: one of `VERSIONS`.
         use_mla: whether the model that vLLM builds has latent attention.
         group: Optional. The ranks that share the keys. If None, there is one.
+        use_sparse: whether it has an indexer too.
 
     Returns:
         The module `vllm`. Afterwards all modules are as before.
@@ -71,7 +75,7 @@ def fake_vllm(
     for name in before:
         del sys.modules[name]
     try:
-        yield _install(recorded(version), use_mla, group)
+        yield _install(recorded(version), use_mla, group, use_sparse)
     finally:
         for name in [module for module in sys.modules if _is_ours(module)]:
             del sys.modules[name]
@@ -83,7 +87,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _install(
-    facts: dict[str, Any], use_mla: bool, group: FakeGroup | None
+    facts: dict[str, Any], use_mla: bool, group: FakeGroup | None, use_sparse: bool
 ) -> ModuleType:
     """Make the modules, and fill in the few functions that the plugin calls."""
     classes: dict[str, type] = {}
@@ -102,7 +106,10 @@ def _install(
     top.__version__ = facts["vllm"]
     config, envs = sys.modules["vllm.config"], sys.modules["vllm.envs"]
     chosen = SimpleNamespace(
-        model_config=SimpleNamespace(use_mla=use_mla),
+        model_config=SimpleNamespace(
+            use_mla=use_mla,
+            hf_text_config=SimpleNamespace(**{"index_topk": 2048} if use_sparse else {}),
+        ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=48, max_num_seqs=4),
     )
     config.get_current_vllm_config_or_none = lambda: chosen

@@ -23,6 +23,11 @@ class Reasons:
     supported_kv_cache_dtypes: ClassVar[list[str]]
 
     @classmethod
+    def is_sparse(cls) -> bool:
+        """Return False: layers that attend to keys that an indexer selects."""
+        return False
+
+    @classmethod
     def supports_mm_prefix(cls) -> bool:
         """Return False: images whose tokens attend to each other."""
         return False
@@ -58,8 +63,11 @@ class Reasons:
         A device without a compute capability is a CPU.
         """
         reasons = []
-        if use_sparse:
-            reasons.append("use_sparse: expected dense attention")
+        if use_sparse and not cls.is_sparse():
+            reasons.append(
+                "use_sparse: expected dense attention, or latent attention (MLA) of a model with"
+                " index_topk in its configuration"
+            )
         if use_mm_prefix and not cls.supports_mm_prefix():
             reasons.append("use_mm_prefix: expected causal prompts")
         if device_capability is not None and device_capability.major < 8:

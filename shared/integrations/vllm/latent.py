@@ -19,20 +19,21 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonImpl,
 )
-from vllm.v1.attention.backend import AttentionType, MultipleOf
+from vllm.v1.attention.backend import MultipleOf
 
 from ...contract.attention_options import DEFAULT_OPTIONS, AttentionOptions
 from .backend import Reasons
 from .builder import load_plugin_implementation
 from .caches import FP8_NAMES, MODEL_DTYPES
 from .latent_builder import PagetwinLatentBuilder
+from .latent_layers import WritesLatents, reject_layer
 from .settings import read_settings
 from .shared_layers import check_ranks
 from .versions import BACKEND_NAME, OWN_NAME
 from .warm_up import StepBounds, can_compile, warm_up_layers
 
 
-class PagetwinLatentImpl(MLACommonImpl):
+class PagetwinLatentImpl(WritesLatents, MLACommonImpl):
     """Runs one layer of latent attention.
 
     Args:
@@ -75,21 +76,8 @@ class PagetwinLatentImpl(MLACommonImpl):
             getattr(self, "dcp_world_size", 1),
             getattr(self, "dcp_rank", 0),
         )
-        options = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        for name, given in options.items():
-            if given:
-                raise NotImplementedError(
-                    f"{name} = {given}: expected None for latent attention, whose prefills"
-                    " run without options"
-                )
-        if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(
-                f"attn_type = {attn_type}: expected decoder for latent attention"
-            )
+        what = "latent attention, whose prefills run without options"
+        reject_layer(what, alibi_slopes, sliding_window, logits_soft_cap, attn_type)
         super().__init__(
             num_heads,
             head_size,
@@ -117,36 +105,6 @@ class PagetwinLatentImpl(MLACommonImpl):
         self.engine_layers: tuple[Any, ...] = ()
         self._warms_up = read_settings().warms_up
         self._options: tuple[AttentionOptions, AttentionOptions] | None = None
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-        skip_scale: bool = False,
-    ) -> None:
-        """Write the step's latents and rope keys; tokens with slot -1 are not stored.
-
-        Args:
-            kv_c_normed: [tokens, kv_lora_rank].
-            k_pe: [tokens, 1, qk_rope_head_dim], already rotated.
-            kv_cache: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim], modified in place.
-            slot_mapping: slots of the first tokens.
-            kv_cache_dtype: vLLM's name of the cache's dtype.
-            k_scale: scale of an FP8 cache.
-            skip_scale: whether the scale is 1. Not used, since the result is the same.
-        """
-        if not kv_cache.numel():
-            return
-        fp8 = FP8_NAMES.get(kv_cache_dtype)
-        cache = kv_cache if fp8 is None else kv_cache.view(fp8)
-        scale = None if fp8 is None else k_scale
-        slots = slot_mapping.flatten()
-        rope = k_pe.reshape(k_pe.shape[0], k_pe.shape[-1])
-        self.run.concat_and_cache_mla(kv_c_normed, rope, cache, slots, scale)
 
     def forward_mqa(
         self,

@@ -210,7 +210,8 @@ def __getattr__(name: str) -> Any:
 def choose_backend(name: str = BACKEND_NAME) -> "type[PagetwinBackend]":
     """Return the backend class for the model that vLLM is building.
 
-    A model with latent attention (MLA) gets the class for it. vLLM has one name for both.
+    A model with latent attention (MLA) gets the class for it, and one with an indexer that for
+    sparse latent attention. vLLM has one name for all.
 
     Args:
         name: the name that the class returns: CUSTOM, or PAGETWIN from vLLM 0.32 on.
@@ -226,13 +227,28 @@ def choose_backend(name: str = BACKEND_NAME) -> "type[PagetwinBackend]":
     config = get_current_vllm_config_or_none()
     model = None if config is None else config.model_config
     is_named = name == OWN_NAME
-    if model is not None and model.use_mla:
+    if model is not None and model.use_mla and selected_keys(model) is not None:
+        from . import sparse
+
+        classes: Any = (sparse.PagetwinSparseBackend, sparse.NamedSparseBackend)
+    elif model is not None and model.use_mla:
         from . import latent
 
-        classes: Any = (latent.PagetwinLatentBackend, latent.NamedLatentBackend)
+        classes = (latent.PagetwinLatentBackend, latent.NamedLatentBackend)
     else:
         from . import backend
 
         classes = (backend.PagetwinBackend, backend.NamedBackend)
     chosen: type[PagetwinBackend] = classes[is_named]
     return chosen
+
+
+def selected_keys(model: Any) -> int | None:
+    """Return how many keys a model's indexer selects per token; None if it has no indexer.
+
+    Args:
+        model: vLLM's `ModelConfig`. A model with an indexer has `index_topk`, as vLLM reads it.
+    """
+    text = getattr(model, "hf_text_config", None)
+    topk: int | None = getattr(text, "index_topk", None)
+    return topk

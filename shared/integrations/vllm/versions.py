@@ -33,6 +33,8 @@ class VllmInterface:
             If not, vLLM does.
         has_cascade: whether vLLM asks for cascade attention.
         takes_names: whether another package may add the name of its backend.
+        has_sparse_class: whether layers of sparse latent attention have a base class of their own.
+            If not, they derive from that of latent attention, and say that they are sparse.
     """
 
     minor: tuple[int, int]
@@ -41,6 +43,7 @@ class VllmInterface:
     has_shape_hooks: bool
     has_cascade: bool
     takes_names: bool
+    has_sparse_class: bool = False
 
     @property
     def name(self) -> str:
@@ -49,7 +52,7 @@ class VllmInterface:
 
 
 INTERFACES = (
-    VllmInterface((0, 25), "2.11.0", False, True, True, False),
+    VllmInterface((0, 25), "2.11.0", False, True, True, False, has_sparse_class=True),
     VllmInterface((0, 26), "2.11.0", True, True, True, False),
     VllmInterface((0, 27), "2.13.0", True, True, True, False),
     VllmInterface((0, 28), "2.13.0", True, True, True, False),

@@ -50,6 +50,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "AttentionImplBase",
         "AttentionImpl",
         "MLAAttentionImpl",
+        "SparseMLAAttentionImpl",
     ),
     LATENT: (
         "QueryLenSupport",
