@@ -134,8 +134,7 @@ def compile_forward(module: Any, form: dict[str, Any]) -> Any:
 
 def compile_combine(module: Any, form: dict[str, Any]) -> Any:
     """Return the compiled kernel that merges up to 32 splits of packed queries."""
-    import cutlass
-
+    cutlass = importlib.import_module("cutlass")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[form["dtype"]]
     columns = 64 if form["v"] <= 64 else 128
     rows = 16 if columns == 64 else 8
