@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def import_sources(folder: Path) -> Any:
         "CUTE_DSL_ARCH": "sm_90a",
         "FLASH_ATTENTION_NUM_SMS": MULTIPROCESSORS,
     }
+    # its structures of None need no protocol of CUTLASS
+    warnings.filterwarnings("ignore", "Argument aux_data")
     for name in ("vllm", "vllm.vllm_flash_attn"):
         package = types.ModuleType(name)
         package.__path__ = [str(folder.joinpath(*name.split(".")))]
