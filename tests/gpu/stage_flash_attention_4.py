@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import types
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def import_sources(folder: Path) -> Any:
         "CUTE_DSL_ARCH": "sm_90a",
         "FLASH_ATTENTION_NUM_SMS": MULTIPROCESSORS,
     }
+    # its structures of None need no protocol of CUTLASS
+    warnings.filterwarnings("ignore", "Argument aux_data")
     for name in ("vllm", "vllm.vllm_flash_attn"):
         package = types.ModuleType(name)
         package.__path__ = [str(folder.joinpath(*name.split(".")))]
@@ -134,8 +137,7 @@ def compile_forward(module: Any, form: dict[str, Any]) -> Any:
 
 def compile_combine(module: Any, form: dict[str, Any]) -> Any:
     """Return the compiled kernel that merges up to 32 splits of packed queries."""
-    import cutlass
-
+    cutlass = importlib.import_module("cutlass")
     dtype = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}[form["dtype"]]
     columns = 64 if form["v"] <= 64 else 128
     rows = 16 if columns == 64 else 8

@@ -111,6 +111,7 @@ LARGE_FOLDERS = {
     "shared/gluon_interpreter": "one file per part of a program",
     "shared/tools": "one file per group of commands, and what they share",
     "shared/tools/bench": "one file per part of a run",
+    "shared/tools/bench/libraries": "one file per library, and what they share",
     "shared/tools/puzzles/tasks": "one file per puzzle",
     "shared/tools/replay": "to be grouped",
     "shared/validation": "one file per subject of arguments",

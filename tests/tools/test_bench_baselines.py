@@ -389,7 +389,8 @@ class Wrapper:
         scale = self.named.get("sm_scale", q.shape[-1] ** -0.5)
         options = AttentionOptions(causal=causal)
         batch = {"table": table, "lens": lens, "options": options}
-        return attend(q, *caches, scale, starts, **batch)[0]
+        key, value = caches
+        return attend(q, key, value, scale, starts, **batch)[0]
 
     def run(self, *tensors: Any, causal_p: bool = False, out: Any = None) -> Any:
         if out is None:

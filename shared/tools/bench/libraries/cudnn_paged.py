@@ -110,7 +110,7 @@ class CudnnPaged(AttentionLibrary):
             return bind(uid, numbers.int().view(-1, 1, 1, 1).contiguous(), kinds.INT32)
 
         def offsets(uid: int, row: int) -> Any:
-            """Return the offsets of the requests' first rows of so many elements."""
+            """Return where the rows of each request start, in elements."""
             starts = (inputs.query_start_loc * row).int().view(-1, 1, 1, 1)
             return bind(uid, starts, kinds.INT32)
 

@@ -262,14 +262,15 @@ def _arguments(inputs: Inputs) -> list[Any]:
     right = None if window is None else 0 if workload.causal else left
     sinks = None if inputs.sinks is None else inputs.sinks.to(torch.bfloat16)
     if workload.kind == "encoder":
-        starts = inputs.query_start_loc
-        tensors, lens, table = (inputs.key, inputs.value), (starts, None, None), None
+        keys: list[Any] = [inputs.key, inputs.value]
+        lens: list[Any] = [inputs.query_start_loc, None, None]
+        table = None
     else:
-        tensors = (inputs.key_cache, inputs.value_cache)
-        lens, table = (None, None, inputs.seq_lens), inputs.block_table
+        keys = [inputs.key_cache, inputs.value_cache]
+        lens, table = [None, None, inputs.seq_lens], inputs.block_table
     # then: dynamic causal, table, window, sinks, block sparsity, (tensors and numbers of a score
     # function), scales of FP8, scale of an FP8 output, two sums over the tiles of the batch
     return [
-        inputs.query, *tensors, workload.scale, inputs.query_start_loc, *lens, None, table, left,
+        inputs.query, *keys, workload.scale, inputs.query_start_loc, *lens, None, table, left,
         right, sinks, None, (None, None), None, None, None, None,
     ]  # fmt: skip

@@ -147,15 +147,15 @@ class FlashInferPOD(FlashInfer):
         # two tensors of one storage, as a model has them
         first, rest = inputs.query[:decodes], inputs.query[decodes:]
         return Prepared(
-            lambda: Parts(
+            lambda: TwoOutputs(
                 *wrapper.run(rest, caches, first, caches, causal_p=workload.causal)
             ),
-            rows=lambda parts: torch.cat([parts.decodes, parts.prefills]),
+            rows=lambda outputs: torch.cat([outputs.decodes, outputs.prefills]),
             note="plan prepared in advance; two outputs",
         )
 
 
-class Parts(NamedTuple):
+class TwoOutputs(NamedTuple):
     """The two outputs of one call."""
 
     prefills: Tensor
