@@ -250,9 +250,7 @@ def test_a_captured_step_reads_the_selection_of_each_replay(
     version: str, kv_cache_dtype: str
 ) -> None:
     sizes = dict(rank=512, rope=64)
-    steps = SparseSteps(
-        version, kv_cache_dtype, torch.bfloat16, device="cuda", **sizes
-    )
+    steps = SparseSteps(version, kv_cache_dtype, torch.bfloat16, device="cuda", **sizes)
     assert steps.step((70, 33, 7)) <= 1
     query = steps._rows(3, HEADS, 576)
     new = steps.grow((1, 1, 1))
