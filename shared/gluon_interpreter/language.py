@@ -222,6 +222,8 @@ TL = Module(
     cumsum=operations.cumsum,
     debug_barrier=barrier,
     dot=operations.dot,
+    # launches run one after another here
+    extra=Module(cuda=Module(gdc_wait=nothing, gdc_launch_dependents=nothing)),
 )
 """In place of `triton.language`, for functions that kernels in Gluon share with those in Triton."""
 MBARRIER = Module(

@@ -327,6 +327,19 @@ def test_a_swizzled_tile_has_each_place_once(width: int, transposed: bool) -> No
     assert int(rows[128 // width, 0]) == 64 + 8
 
 
+def test_a_dependent_launch_begins_after_the_launch_before_it(tmp_path: Path) -> None:
+    """`griddepcontrol` by Triton's names: launches run one after another here."""
+    text = (KERNELS / "vector_scale.py").read_text(encoding="utf-8")
+    load = next(line for line in text.splitlines() if "gl.load(" in line)
+    waits = "    tl.extra.cuda.gdc_wait()\n    tl.extra.cuda.gdc_launch_dependents()\n"
+    path = tmp_path / "vector_scale.py"
+    path.write_text(
+        "import triton.language as tl\n" + text.replace(load, waits + load),
+        encoding="utf-8",
+    )
+    assert interpret(path).output == "vector_scale_kernel: no fault in 8 orders\n"
+
+
 def test_copies_of_elements_arrive_at_an_mbarrier(tmp_path: Path) -> None:
     """In place of a wait of the role that has issued them."""
     text = (KERNELS / "double_buffer.py").read_text(encoding="utf-8")

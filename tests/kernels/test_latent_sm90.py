@@ -374,7 +374,7 @@ def test_requests_without_keys_have_outputs_of_zero() -> None:
 
 
 @needs_hopper
-def test_slots_past_two_thirds_of_a_large_cache_are_read_in_place(
+def test_slots_at_the_end_of_a_large_cache_are_read_in_place(
     reference: Twin,
 ) -> None:
     """4 million rows of 640 elements: offsets of elements need more than 32 bits."""

@@ -609,7 +609,7 @@ CASES = {
     ),
     # a needle has nearly all of the weight, so this call has none
     "copied latent, many tiles": Case(
-        "latent", plan_of((1, 1), (700, 130), 576, group=128, block_size=1),
+        "latent", plan_of((1,), (450,), 576, group=72, block_size=1),
         {"causal": False}, has_lse=False,
     ),
     "copied latent, not causal": Case(
