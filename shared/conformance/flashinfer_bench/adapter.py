@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import replace
+from random import Random
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..base.support import Support
 from ..candidates.guard.passed_tensors import PassedTensors
 from ..checks.canaries import unchanged
 from ..checks.expect import Disagreement
-from .definitions import DTYPE, FLOAT32, Definition
+from .definitions import DTYPE, Definition, dtype_of
 from .inputs.appends import append_in_parts
 from .inputs.calls import (
     draw_columns,
@@ -24,6 +25,7 @@ from .inputs.calls import (
     spread,
     take,
 )
+from .inputs.indexer import draw_rows, index_inputs, positions_of
 from .inputs.selections import place_latents, sparse_inputs
 from .solutions import Solution, read_solution
 from .sources import import_entry
@@ -32,6 +34,10 @@ INTERPRETED = "float32"
 """The dtype of tensors in Triton's interpreter, whose arithmetic in bfloat16 is wrong."""
 MOST_KEYS = 1 << 17
 """One more than the longest supported request."""
+UNWRITTEN = -2
+"""What an output of integers holds before a call."""
+OUTPUT_DTYPES = {"float32": torch.float32, "int32": torch.int32}
+"""Dtypes of outputs that are not that of the first input."""
 SHAPE_OF, DTYPE_OF = "shape of", "dtype of"
 """What the error of an output of the wrong kind begins with."""
 
@@ -58,6 +64,8 @@ def support_of(definition: Definition, dtype: str = DTYPE) -> Support:
         rejects=[],
     )
     sizes = definition.constants
+    if definition.family.operation == "select_keys":
+        return Support(operations=["select_keys"], rejects=[])
     if definition.family.operation == "sparse_attention":
         # slots are numbered one after another, so blocks may have any size
         rank, rope = sizes["head_dim_ckv"], sizes["head_dim_kpe"]
@@ -104,6 +112,7 @@ def load_solution(file: str) -> ModuleType:
     calls = {
         "latent_decode_attention": call.latent_decode,
         "sparse_attention": call.sparse,
+        "select_keys": call.select,
         "merge_attn_states": call.merge,
         "reshape_and_cache": call.append,
     }
@@ -142,7 +151,7 @@ class SolutionCall:
         self._last: dict[str, Any] = {}
         self._passed = PassedTensors(())
 
-    def run(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def run(self, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return the outputs for inputs in the definition's order, checked for shape and dtype.
 
         Raises:
@@ -158,8 +167,8 @@ class SolutionCall:
 
     def outputs(
         self, inputs: dict[str, Any], given: list[Any], found: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Return both outputs of a call, checked for shape and dtype.
+    ) -> tuple[Tensor, ...]:
+        """Return all outputs of a call, checked for shape and dtype.
 
         Args:
             inputs: The inputs in the definition's order.
@@ -173,8 +182,9 @@ class SolutionCall:
         if changed := self._passed.changed_by(found):
             right = "results in the memory that is passed"
             raise Disagreement("the call", "as a whole", changed, right)
-        outputs = self._outputs(given[-2:] if self.solution.fills_outputs else found)
         forms = self._forms(inputs)
+        filled = given[-len(forms) :]
+        outputs = self._outputs(filled if self.solution.fills_outputs else found)
         for (name, (shape, dtype)), output in zip(forms.items(), outputs, strict=True):
             if type(output) is not Tensor:
                 raise TypeError(f"{name} is {type(output).__name__}: expected a tensor")
@@ -208,7 +218,12 @@ class SolutionCall:
         given = list(inputs.values())
         if self.solution.fills_outputs:
             given += [
-                given[0].new_full(shape, torch.nan, dtype=dtype)
+                torch.full(
+                    shape,
+                    torch.nan if dtype.is_floating_point else UNWRITTEN,
+                    dtype=dtype,
+                    device=given[0].device,
+                )
                 for shape, dtype in self._forms(inputs).values()
             ]
         self._passed = PassedTensors(given)
@@ -218,7 +233,7 @@ class SolutionCall:
         self, inputs: dict[str, Any]
     ) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return the shape and the dtype of each output, by its name."""
-        sizes: dict[str, int] = {}
+        sizes = dict(self.definition.constants)
         for name, axes in self.definition.inputs.items():
             if axes is not None:
                 sizes |= dict(zip(axes, inputs[name].shape, strict=True))
@@ -226,18 +241,20 @@ class SolutionCall:
         return {
             name: (
                 torch.Size(sizes[axis] for axis in axes),
-                torch.float32 if name in FLOAT32 else first.dtype,
+                OUTPUT_DTYPES.get(dtype_of(name), first.dtype),
             )
             for name, axes in self.definition.outputs.items()
         }
 
-    def _outputs(self, found: Any) -> tuple[Any, Any]:
-        """Return both outputs of a result."""
+    def _outputs(self, found: Any) -> tuple[Any, ...]:
+        """Return all outputs of a result."""
         names = tuple(self.definition.outputs)
+        if len(names) == 1 and isinstance(found, Tensor):
+            return (found,)
         if isinstance(found, dict) and set(found) == set(names):
-            return found[names[0]], found[names[1]]
+            return tuple(found[name] for name in names)
         if isinstance(found, (tuple, list)) and len(found) == len(names):
-            return found[0], found[1]
+            return tuple(found)
         raise TypeError(
             f"{self.solution.entry_name} returned {type(found).__name__}: expected the tensors"
             f" {' and '.join(names)}"
@@ -365,6 +382,24 @@ class SolutionCall:
                 if lse is not None:
                     lse[part] = base_2[:, heads.query_places].T * math.log(2)
         return out
+
+    def select(self, scores: Tensor, topk: int) -> Tensor:
+        """Return the positions of the largest scores: an indexer computes their ranks."""
+        sizes = self.definition.constants
+        selected = torch.full(
+            (len(scores), topk), -1, dtype=torch.int32, device=scores.device
+        )
+        pick = Random(scores.numel() + topk)
+        rows = draw_rows(scores, sizes["topk"] - topk, sizes["page_size"], pick)
+        if not rows:
+            return selected
+        (found,) = self.run(index_inputs(self.definition, rows, scores.device, pick))
+        for token, (slots, row) in enumerate(zip(found.tolist(), rows, strict=True)):
+            own = positions_of(slots, row, sizes["page_size"], topk)
+            selected[token, : len(own)] = torch.tensor(
+                own, dtype=torch.int32, device=scores.device
+            )
+        return selected
 
     def merge(
         self,

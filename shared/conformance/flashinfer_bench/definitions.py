@@ -44,6 +44,11 @@ AXES = {
     "head_dim_kpe": "Elements of a rope key.",
     "page_size": "Tokens per page.",
     "topk": "Slots that a query selects at most.",
+    "num_index_heads": "Number of heads of the indexer.",
+    "index_head_dim": "Elements of a head of the indexer.",
+    "kv_cache_num_heads": "Number of heads of the indexer's keys.",
+    "head_dim_with_scale": "Bytes of a key: its codes and a float32 scale.",
+    "max_num_pages": "Columns of the block table.",
 }
 """What each axis counts."""
 INPUTS = {
@@ -65,6 +70,11 @@ INPUTS = {
     "kv_indices": "Page ids, request after request.",
     "kv_last_page_len": "Tokens in the last page of each request, from 1 to page_size.",
     "sparse_indices": "Slots of each query: page id * page_size + offset. -1 selects nothing.",
+    "q_index_fp8": "Queries of the indexer.",
+    "k_index_cache_fp8": "Pages of keys: the FP8 codes of all tokens, then the scales of all.",
+    "weights": "What each head's score is multiplied by.",
+    "seq_lens": "Number of keys of each request.",
+    "block_table": "Page ids of each request. Entries past its keys are never read.",
     "sm_scale": "Factor of the scores.",
     "v_a": "Attention over the first set of keys.",
     "s_a": "Its log-sum-exp in base 2. -inf for an empty set; then v_a is not read.",
@@ -77,16 +87,22 @@ RESULTS = {
     "lse": "Log-sum-exp of the scores in base 2. -inf without a visible key.",
     "k_appended": "The cache of keys after the append. Other slots keep their contents.",
     "v_appended": "The cache of values after the append. Other slots keep their contents.",
+    "topk_indices": "Slots, page id * page_size + offset, in any order; -1 where keys are missing.",
     "v_merged": "Attention over both sets. 0 if both are empty.",
     "s_merged": "Its log-sum-exp in base 2. -inf if both sets are empty.",
 }
 """What each output contains."""
 INT32 = (
-    "batch_indices", "positions", "kv_indices", "kv_last_page_len", "sparse_indices"
+    "batch_indices", "positions", "kv_indices", "kv_last_page_len", "sparse_indices",
+    "seq_lens", "block_table", "topk_indices",
 )  # fmt: skip
 """Inputs in int32, beside those that say where requests start."""
-FLOAT32 = ("sm_scale", "lse", "s_a", "s_b", "s_merged")
+FLOAT32 = ("sm_scale", "weights", "lse", "s_a", "s_b", "s_merged")
 """Inputs and outputs in float32."""
+EIGHT_BITS = {"q_index_fp8": "float8_e4m3fn", "k_index_cache_fp8": "int8"}
+"""Inputs in eight bits."""
+SCALE_BYTES = 4
+"""Bytes of the scale of an indexer's key."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,11 @@ class Definition:
     @cached_property
     def constants(self) -> dict[str, int]:
         """The value of each constant axis."""
-        return dict(zip(self.family.constants, self.sizes, strict=True))
+        found = dict(zip(self.family.constants, self.sizes, strict=True))
+        if self.family.operation == "select_keys":
+            bytes_of_key = found["index_head_dim"] + SCALE_BYTES
+            found |= {"kv_cache_num_heads": 1, "head_dim_with_scale": bytes_of_key}
+        return found
 
     @cached_property
     def inputs(self) -> dict[str, list[str] | None]:
@@ -136,6 +156,16 @@ class Definition:
                 "v_cache": pages,
                 "kv_indices": ["num_kv_indices"],
                 "kv_indptr": ["len_indptr"],
+            }
+        if self.family.operation == "select_keys":
+            cache = ["num_pages", "page_size", "kv_cache_num_heads"]
+            heads = ["batch_size", "num_index_heads"]
+            return {
+                "q_index_fp8": [*heads, "index_head_dim"],
+                "k_index_cache_fp8": [*cache, "head_dim_with_scale"],
+                "weights": heads,
+                "seq_lens": heads[:1],
+                "block_table": ["batch_size", "max_num_pages"],
             }
         found: dict[str, list[str] | None]
         is_sparse = self.family.operation == "sparse_attention"
@@ -182,6 +212,8 @@ class Definition:
             cache = self.inputs["k_cache"]
             assert cache is not None
             return {"k_appended": cache, "v_appended": cache}
+        if self.family.operation == "select_keys":
+            return {"topk_indices": ["batch_size", "topk"]}
         return {"output": first, "lse": first[:2]}
 
     @property
@@ -198,6 +230,8 @@ class Definition:
             return found
         if self.family.op_type == "cache_append":
             return ["num_kv_indices == kv_indptr[-1].item()"]
+        if self.family.operation == "select_keys":
+            return found
         if self.family.op_type == "dsa_paged":
             return ["sparse_indices.shape[-1] == topk"]
         if self.family.is_decode:
@@ -221,6 +255,11 @@ class Definition:
             )
         taken = re.search(r"^def (\w+)\((.*?)\)", source, re.DOTALL | re.MULTILINE)
         assert taken is not None
+        if self.family.operation == "select_keys":
+            lines = [f"def run({', '.join(self.inputs)}):"]
+            words = ", ".join([*self.inputs, str(self.constants["topk"])])
+            lines.append(f"    return ({taken[1]}({words}),)")
+            return "\n".join([source.rstrip(), "", "", *lines, ""])
         names = re.findall(r"(\w+):", taken[2])
         if "kv_last_page_len" in names and "kv_last_page_len" not in self.inputs:
             lines.append("    kv_last_page_len = torch.ones_like(kv_indptr[1:])")
@@ -270,6 +309,8 @@ def dtype_of(name: str) -> str:
     """Return the dtype of an input or an output."""
     if name in FLOAT32:
         return "float32"
+    if name in EIGHT_BITS:
+        return EIGHT_BITS[name]
     return "int32" if name in INT32 or "indptr" in name else DTYPE
 
 

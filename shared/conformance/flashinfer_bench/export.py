@@ -71,7 +71,9 @@ def solutions_of(definition: Definition) -> list[dict[str, Any]]:
     own = REFERENCES / f"{definition.family.name}_optimized.txt"
     found = [reference_solution(definition)]
     if own.is_file():
-        found.append(operation_solution(definition, own.read_text(encoding="utf-8")))
+        text = own.read_text(encoding="utf-8")
+        topk = str(definition.constants.get("topk", ""))
+        found.append(operation_solution(definition, text.replace("{topk}", topk)))
     return found
 
 

@@ -107,6 +107,14 @@ FAMILIES = (
         "Latent attention (MLA) of each query over the slots of a paged cache that it selects.",
     ),
     Family(
+        "dsa_topk_indexer_fp8",
+        "dsa_paged",
+        "select_keys",
+        {"num_index_heads": "h", "index_head_dim": "d", "topk": "topk"} | PAGES,
+        False,
+        "Slots of the keys with the largest scores of an indexer, for one query per request.",
+    ),
+    Family(
         "merge_state",
         "cascade_merge",
         "merge_attn_states",
@@ -134,6 +142,7 @@ EXPORTED = (
     "mla_paged_decode_h16_ckv512_kpe64_ps64",
     "mla_paged_prefill_causal_h16_ckv512_kpe64_ps64",
     "dsa_sparse_attention_h16_ckv512_kpe64_topk2048_ps64",
+    "dsa_topk_indexer_fp8_h64_d128_topk2048_ps64",
     "merge_state_h32_d128",
     "paged_kv_append_kv8_d128_ps64",
 )

@@ -8,7 +8,9 @@ that stores results, computes after it has returned, or is less exact when it is
 this.
 """
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from inspect import unwrap
 from random import SystemRandom
 from time import perf_counter
@@ -21,6 +23,7 @@ from ..candidates.guard.interference import GUARD, expect_no_threads
 from ..checks.expect import Disagreement
 from .adapter import SolutionCall
 from .definitions import Definition
+from .measuring_selections import draw_seed, draw_weights, expect_selected
 from .timed_results import Outputs, doubled, expect_within_budgets
 from .workloads import Plan, inputs_of
 
@@ -34,6 +37,8 @@ HEADS = ("num_kv_heads", "num_heads")
 """Axes whose elements have factors of their own."""
 QUERIES = ("q", "q_nope", "q_pe")
 """Inputs that are the same in all timed calls."""
+SELECT = "select_keys"
+"""The operation whose outputs are slots in any order."""
 TINY = 1e-8
 """What FlashInfer-Bench adds to the denominator of a relative error."""
 
@@ -54,6 +59,13 @@ def measure(
     """
     call = _call_of(operation)
     inputs = inputs_of(call.definition, plan, device)
+    if call.definition.family.operation == SELECT:
+        # slots are right or wrong; the timed calls say which
+        off = math.inf
+        with suppress(Disagreement):
+            expect_selected(call.definition, inputs, call.run(inputs)[0], "")
+            off = 0.0
+        return {"max_absolute_error": off, "max_relative_error": off}
     run = load_reference(call.definition)
     right = run(*doubled(inputs).values())
     found = call.run(inputs)
@@ -93,12 +105,28 @@ def time_calls(
             # copied at once: what is written after the call has returned does not count
             results.append(_copied(call.outputs(inputs, given, found)))
         seconds.append(took)
-    run = load_reference(definition)
     every = [scaled(definition, plan, device, own_factors) for own_factors in factors]
+    if definition.family.operation == SELECT:
+        for number, (own, result) in enumerate(zip(every, results, strict=True)):
+            what = f"topk_indices of timed call {number}"
+            expect_selected(definition, own, result[0], what)
+        return _with_latency(definition, plan, device, clock, seconds)
+    run = load_reference(definition)
     right = [run(*doubled(inputs_of_call).values()) for inputs_of_call in every]
     expect_own_results(definition, results, right)
     for number, (own, result) in enumerate(zip(every, results, strict=True)):
         expect_within_budgets(definition, run, own, result, number)
+    return _with_latency(definition, plan, device, clock, seconds)
+
+
+def _with_latency(
+    definition: Definition,
+    plan: Plan,
+    device: torch.device,
+    clock: Clock,
+    seconds: list[float],
+) -> dict[str, float]:
+    """Return the mean latency of calls but the first, and that of the reference."""
     expect_no_threads()
     latency = sum(seconds[1:]) / CALLS
     baseline = time_reference(definition, plan, device, clock)
@@ -186,6 +214,8 @@ def draw_factors(definition: Definition) -> list[Factors]:
         For each call and input [heads, 1], or [1] for an input without heads.
     """
     pick = SystemRandom()
+    if definition.family.operation == SELECT:
+        return [draw_seed(pick) for _ in FACTORS]
     calls: list[Factors] = [{} for _ in FACTORS]
     for name, axes in definition.inputs.items():
         if axes is None or len(axes) < 3 or name in QUERIES:
@@ -205,6 +235,8 @@ def scaled(
     definition: Definition, plan: Plan, device: torch.device, factors: Factors
 ) -> dict[str, Any]:
     """Return the inputs of a plan, some of them multiplied by factors and rounded."""
+    if definition.family.operation == SELECT:
+        return draw_weights(inputs_of(definition, plan, device), factors)
     return {
         name: (value * factors[name].to(device)).to(value.dtype)
         if name in factors
@@ -220,7 +252,7 @@ def _copy_into(inputs: dict[str, Any], others: dict[str, Any]) -> None:
 
 
 def _copied(outputs: Outputs) -> Outputs:
-    return outputs[0].clone(), outputs[1].clone()
+    return tuple(output.clone() for output in outputs)
 
 
 def _timed(

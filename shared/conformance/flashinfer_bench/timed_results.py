@@ -18,7 +18,7 @@ from ...contract.budgets import LARGEST_SCORE_ERROR, SCORE_EPS, SMALLEST_TILE
 from ..checks.expect import Disagreement, budgets, expect_budget
 from .definitions import Definition
 
-Outputs = tuple[Tensor, Tensor]
+Outputs = tuple[Tensor, ...]
 Run = Callable[..., Outputs]
 LSE_ROUNDINGS = 8
 """Roundings of a log-sum-exp, as in the laws."""

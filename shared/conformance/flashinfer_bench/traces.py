@@ -27,6 +27,7 @@ from .workloads import Plan, workloads_of
 LAWS = {
     "paged_attention": "every new token attends to its sequence up to itself",
     "latent_decode_attention": "a decode over latents is full multi head attention",
+    "select_keys": "keys without a score are never selected",
     "sparse_attention": "a query attends to the slots that its row names",
     "reshape_and_cache": "each token is written to its slot and nothing else changes",
     "merge_attn_states": "two partial results combine by their weight",

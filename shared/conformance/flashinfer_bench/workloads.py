@@ -26,16 +26,21 @@ from ..laws.sparse_attention import SparsePlan, build_sparse
 from .definitions import DTYPE, Definition
 from .inputs.appends import append_inputs
 from .inputs.calls import latent_inputs, map_heads, paged_inputs
+from .inputs.indexer import random_inputs
 from .inputs.selections import place_latents, sparse_inputs
 
-Plan = BatchPlan | LatentPlan | Parts | CacheWrite | SparsePlan
+Plan = BatchPlan | LatentPlan | Parts | CacheWrite | SparsePlan | tuple[int, int, int]
+"""A tuple has the requests, the most keys and the selected keys of an indexer."""
 RAGGED_BLOCK = 16
 """Block size of the plans of definitions without pages."""
 NOPE = 32
 """Elements of the part without position of a head's key, before it is projected to a latent."""
 LONG = 700
 """Keys of the longest request."""
-ST_DTYPES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32"}
+ST_DTYPES = {
+    torch.bfloat16: "BF16", torch.float32: "F32", torch.int32: "I32",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
+}  # fmt: skip
 """Names of dtypes in safetensors files."""
 
 
@@ -95,6 +100,8 @@ def inputs_of(
 ) -> dict[str, Any]:
     """Return the inputs of a plan that has the sizes of the definition."""
     sizes = definition.constants
+    if isinstance(plan, tuple):
+        return random_inputs(definition, plan[0], plan[1], device)
     if isinstance(plan, Parts):
         values, sums = plan.draw(device)
         columns = [lse.T.contiguous() for lse in sums]
@@ -227,8 +234,28 @@ def sparse_workloads(definition: Definition) -> list[TraceWorkload]:
     return found
 
 
+def index_workloads(definition: Definition) -> list[TraceWorkload]:
+    """Return the workloads of an indexer: fewer keys than it selects, as many, and more."""
+    size, topk = definition.constants["page_size"], definition.constants["topk"]
+    chosen: dict[str, tuple[int, int]] = {
+        # requests, most keys
+        "one key": (1, 1),
+        "fewer keys than are selected": (5, topk - 1),
+        "as many keys as are selected": (2, topk),
+        "a key more than is selected": (3, topk + 1),
+        "a page edge": (4, size * (topk // size + 2)),
+        "many requests": (33, topk + 300),
+    }
+    return [
+        TraceWorkload(definition, title, (tokens, keys, min(topk, 64)))
+        for title, (tokens, keys) in chosen.items()
+    ]
+
+
 def workloads_of(definition: Definition) -> list[TraceWorkload]:
     """Return the workloads of a definition."""
+    if definition.family.operation == "select_keys":
+        return index_workloads(definition)
     if definition.family.operation == "sparse_attention":
         return sparse_workloads(definition)
     if definition.family.operation == "reshape_and_cache":

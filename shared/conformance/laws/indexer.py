@@ -290,6 +290,10 @@ def keys_without_a_score_are_never_selected(
     pick = Random(tokens * width)
     numbers = [-torch.inf, torch.nan, torch.inf, 0.0, -0.0, 1.0, -3.0, 3e38]
     rows = [[pick.choice(numbers) for _ in range(width)] for _ in range(tokens)]
+    for row in rows:
+        # and some that no other key has
+        for key in pick.sample(range(width), width // 2):
+            row[key] = float(np.float32(pick.gauss(0, 2)))
     right = torch.full((tokens, topk), -1, dtype=torch.int32)
     for token, row in enumerate(rows):
         keys = [key for key, score in enumerate(row) if score > -torch.inf]

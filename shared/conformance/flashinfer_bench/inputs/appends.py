@@ -162,7 +162,7 @@ class Placement:
         )
         return one, other
 
-    def take(self, found: tuple[Tensor, Tensor], results: list[Tensor]) -> None:
+    def take(self, found: tuple[Tensor, ...], results: list[Tensor]) -> None:
         """Store the pages of a definition in both caches; `results` are modified."""
         places = self.heads.query_places
         own = slice(self.first, self.first + len(places))
@@ -207,7 +207,7 @@ def placements(
 
 def append_in_parts(
     definition: Definition,
-    run: Callable[[dict[str, Any]], tuple[Tensor, Tensor]],
+    run: Callable[[dict[str, Any]], tuple[Tensor, ...]],
     pair: tuple[Tensor, Tensor],
     caches: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
