@@ -3,8 +3,8 @@
 The kernels are those of `paged_attention`. They get the cache as blocks of one slot, a view of the
 same memory, and each token as a request of one query, whose row of the block table is its row of
 slots. Nothing is gathered. Slots are moved to the front of their row on the device, and the host
-reads no lengths. So a captured CUDA graph may contain the call. Records of latents have a kernel that
-finds them by slots, and decodes a tile of them in registers.
+reads no lengths. So a captured CUDA graph may contain the call. Records of latents have a kernel
+that finds them by slots, and decodes a tile of them in registers.
 """
 
 from dataclasses import replace

@@ -189,7 +189,9 @@ def sparse_attention(
             v = load_slots(value_cache, block, offset, compute_dtype, options.v_scale)
         else:
             # a latent and its rope key are the key, and the latent is the value
-            k = load_latents(key_cache[:, :, 0], block, offset, None, compute_dtype)[:, None]
+            k = load_latents(key_cache[:, :, 0], block, offset, None, compute_dtype)[
+                :, None
+            ]
             v = k[..., :value_size]
         k, v = repeat_heads(k, query_heads), repeat_heads(v, query_heads)
         # step: compute the scaled dot products of the query and the keys

@@ -159,17 +159,13 @@ def _forms(
 @pytest.mark.sample(9)
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("version", VERSIONS)
-def test_our_methods_accept_every_call_that_vllm_makes(
-    version: str, kind: str
-) -> None:
+def test_our_methods_accept_every_call_that_vllm_makes(version: str, kind: str) -> None:
     """vLLM 0.31 called get_supported_kernel_block_sizes with an argument that had not existed."""
     with fake(version, kind):
         ours = [cls for _, cls in classes_of(version, kind)]
         count = 0
         for caller, hooks in recorded(version)["calls"].items():
-            if "sparse" in caller or (
-                "mla" in Path(caller).stem
-            ) != (kind != "paged"):
+            if "sparse" in caller or ("mla" in Path(caller).stem) != (kind != "paged"):
                 continue
             for hook, forms in hooks.items():
                 name = "__init__" if hook == "impl_cls" else hook

@@ -108,7 +108,9 @@ def _install(
     chosen = SimpleNamespace(
         model_config=SimpleNamespace(
             use_mla=use_mla,
-            hf_text_config=SimpleNamespace(**{"index_topk": 2048} if use_sparse else {}),
+            hf_text_config=SimpleNamespace(
+                **{"index_topk": 2048} if use_sparse else {}
+            ),
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=48, max_num_seqs=4),
     )

@@ -29,9 +29,7 @@ TRITON_DTYPES = {
 }
 
 
-def choose_tiles(
-    dtype: torch.dtype, is_split: bool, names_slots: bool
-) -> DecodeTiles:
+def choose_tiles(dtype: torch.dtype, is_split: bool, names_slots: bool) -> DecodeTiles:
     """Return the tiles of queries of a dtype.
 
     These compile without spills for every chip. With 32 rows, ptxas spills 440 bytes for sm_90.

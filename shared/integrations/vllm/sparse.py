@@ -187,13 +187,13 @@ class PagetwinSparseImpl(WritesLatents, _Base):
     def _warm_up(
         self, key: Tensor, value: Tensor, query: Tensor, options: AttentionOptions
     ) -> None:
-        """Compile the kernels of the layer, if no graph is being captured."""
+        """Compile the kernels of the layer, if it is on a GPU and no graph is being captured."""
         bounds = self.bounds
         assert bounds is not None
         if self._warms_up and not can_compile(key):
             return
         self.bounds, self.engine_layers = None, ()
-        if self._warms_up:
+        if self._warms_up and key.is_cuda:
             warm_up_sparse(
                 self.run, (key, value), query[:1], self.topk_indices_buffer.shape,
                 self.scale, options, bounds,
