@@ -38,11 +38,13 @@ class Choice:
         is_first: whether a row begins with its positions, as that of an indexer. If not, entries of
             -1 are anywhere.
         past: whether a row also has a position past the end of the block table.
+        most: positions that a token selects.
     """
 
     repeats: bool = False
     is_first: bool = True
     past: bool = False
+    most: int = TOPK - 2
 
 
 @dataclass
@@ -65,6 +67,8 @@ class SparseSteps:
         has_indexer: whether the layer has the indexer. If not, it has an earlier layer's buffer.
         device: device of the tensors.
         gap: elements from the end of a block to the next one. vLLM may store other layers there.
+        requests: sequences.
+        backend: Optional. The backend class. If None, that of the plugin.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class SparseSteps:
         device: str = "cpu",
         gap: int = 0,
         requests: int = 3,
+        backend: Any = None,
     ) -> None:
         from pagetwin.integrations.vllm.plugin import choose_backend
 
@@ -90,7 +95,7 @@ class SparseSteps:
         if has_indexer:
             indexer = SimpleNamespace(topk_indices_buffer=self.buffer)
             given["indexer"] = indexer
-        backend = choose_backend()
+        backend = backend or choose_backend()
         self.impl = make_layer(backend, kv_cache_dtype, rank, rope, **given)
         self.layer = SimpleNamespace(
             impl=self.impl,
@@ -202,7 +207,7 @@ class SparseSteps:
             first = len(request.latents) - count
             for position in range(first, len(request.latents)):
                 visible = position + 1
-                own = self.pick.sample(range(visible), min(TOPK - 2, visible))
+                own = self.pick.sample(range(visible), min(choice.most, visible))
                 rows.append(own + own[:1] * choice.repeats)
         self.buffer.fill_(STALE)
         for token, row in enumerate(rows):
