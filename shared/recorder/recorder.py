@@ -23,6 +23,7 @@ from .laws.attention import RecordedCall
 from .laws.cache import RecordedWrite
 from .laws.schedule import ScheduledGroup
 from .laws.scheduled_rows import ScheduledRow
+from .laws.selection import Selection
 from .reports import Reports
 from .samples import Samples
 from .settings import RecorderSettings, prepare_folder
@@ -62,7 +63,7 @@ class Recorder:
         self.step = 0
         """Number of the current step, from 1."""
         self.checked: dict[str, int] = dict.fromkeys(
-            ("steps", "sampled_steps", "writes", "rows", "blocks"), 0
+            ("steps", "sampled_steps", "writes", "rows", "blocks", "selections"), 0
         )
         """How much was checked so far."""
         self._fp8_steps = fp8_steps
@@ -273,6 +274,7 @@ class Recorder:
         group: str = "layers",
         query_scale: Tensor | None = None,
         query_rope: Tensor | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """Recompute some rows of a layer's attention, in sampled steps and one layer per step.
 
@@ -281,7 +283,7 @@ class Recorder:
             query: [tokens, query_heads, head_size], of the step's first tokens or of all.
             output: [tokens, query_heads, value_head_size].
             scale, options: as in `paged_attention`.
-            query_scale, query_rope: as in `RecordedCall`.
+            query_scale, query_rope, selection: as in `RecordedCall`.
         """
         if self.wants_layers:
             call = RecordedCall(
@@ -295,6 +297,7 @@ class Recorder:
                 self.implementation,
                 query_scale,
                 query_rope,
+                selection,
             )
             self._attended(call, group)
 

@@ -13,6 +13,7 @@ from .findings import Corruption
 from .laws.bookkeeping import check_step
 from .laws.cache import write_again
 from .laws.row_case import RowCase
+from .laws.selection import recheck
 
 OURS = {
     "optimized": "optimized",
@@ -60,6 +61,8 @@ def reproduce_case(path: Path, device: str | None = None) -> Reproduced:
         return _attention(case, device)
     if kind == "write":
         return Reproduced(case, _write(case))
+    if kind == "selection" and case.step is not None:
+        return Reproduced(case, recheck(evidence, case.step))
     if kind == "watched":
         same = torch.equal(_bytes(evidence["before"]), _bytes(evidence["now"]))
         return Reproduced(case, None if same else case.finding)

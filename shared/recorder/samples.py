@@ -16,6 +16,7 @@ from ..contract.operations import load_implementation
 from .graphs import CopiedRows
 from .laws.attention import RecordedCall, check_attention, why_not_recomputed
 from .laws.cache import RecordedWrite, WatchedBlock, check_watched, check_write
+from .laws.selection import check_selection
 from .reports import Reports
 from .settings import RecorderSettings
 from .step import HostStep, Integers
@@ -118,7 +119,12 @@ class Samples:
         run = unvalidated("paged_attention")
         if not why_not_recomputed(call):
             self._checked["rows"] += len(tokens)
-        finding = check_attention(call, step, tokens, run)
+        finding = None
+        if call.selection is not None and len(tokens):
+            self._checked["selections"] += len(tokens)
+            finding = check_selection(call.layer, call.selection, step, tokens)
+        if finding is None:
+            finding = check_attention(call, step, tokens, run)
         self._reports.report(finding, step, step.number)
         self._watch(call, step)
 

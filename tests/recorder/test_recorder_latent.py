@@ -180,14 +180,6 @@ class OwnBackend(Backend):
         return "CUSTOM"
 
 
-class SparseBackend(Backend):
-    """A backend that chooses the latents to attend to."""
-
-    @classmethod
-    def is_sparse(cls) -> bool:
-        return True
-
-
 class OtherImpl(Impl):
     """An implementation whose decodes have other arguments."""
 
@@ -507,7 +499,7 @@ def test_steps_of_which_layers_have_a_part_are_left_alone(
     assert reason in line and LAYERS[0] in line
 
 
-def test_sparse_attention_and_other_interfaces_are_left_alone(
+def test_other_interfaces_are_left_alone(
     registry: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -515,14 +507,11 @@ def test_sparse_attention_and_other_interfaces_are_left_alone(
 ) -> None:
     monkeypatch.setenv("PAGETWIN_RECORD", str(tmp_path))
     member = registry.AttentionBackendEnum.CUSTOM
-    for backend, reason in (
-        (SparseBackend, "its latent attention is sparse"),
-        (OtherBackend, "its forward_mqa has other arguments"),
-    ):
-        registry.register_backend(member, f"{__name__}.{backend.__name__}")
-        recorder_vllm.record_vllm_backends()
-        assert resolve(member.get_path()) is backend
-        assert f"CUSTOM is not recorded: {reason}" in caplog.messages[-1]
+    registry.register_backend(member, f"{__name__}.OtherBackend")
+    recorder_vllm.record_vllm_backends()
+    assert resolve(member.get_path()) is OtherBackend
+    reason = "its forward_mqa has other arguments"
+    assert f"CUSTOM is not recorded: {reason}" in caplog.messages[-1]
 
 
 @pytest.fixture
@@ -720,8 +709,6 @@ def test_the_classes_of_each_version_have_the_arguments_that_are_wrapped(
         common = sys.modules["vllm.model_executor.layers.attention.mla_attention"]
         vllms = SimpleNamespace(get_impl_cls=lambda: common.MLACommonImpl)
         assert why_left_alone(vllms) == ""
-        # the stand-in's methods raise
-        PagetwinLatentBackend.is_sparse = classmethod(lambda cls: False)
         assert why_left_alone(PagetwinLatentBackend) == ""
 
 

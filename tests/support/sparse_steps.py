@@ -22,11 +22,11 @@ from torch import Tensor
 from support.fake_vllm import recorded
 from support.vllm_steps import vllm_config
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 64, 12, 3
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 16, 20, 5
 HEADS, SCALE, K_SCALE = 4, 0.1, 0.5
-TOPK, MAX_TOKENS = 24, 320
-GARBAGE = 2**31 - 1
-"""What the buffer of selected positions holds in rows that no indexer has written."""
+TOPK, MAX_TOKENS = 24, 96
+STALE = 0
+"""The position in rows of the buffer that the indexer has not written in a step."""
 
 
 @dataclass
@@ -38,11 +38,13 @@ class Choice:
         is_first: whether a row begins with its positions, as that of an indexer. If not, entries of
             -1 are anywhere.
         past: whether a row also has a position past the end of the block table.
+        most: positions that a token selects.
     """
 
     repeats: bool = False
     is_first: bool = True
     past: bool = False
+    most: int = TOPK - 2
 
 
 @dataclass
@@ -65,6 +67,8 @@ class SparseSteps:
         has_indexer: whether the layer has the indexer. If not, it has an earlier layer's buffer.
         device: device of the tensors.
         gap: elements from the end of a block to the next one. vLLM may store other layers there.
+        requests: sequences.
+        backend: Optional. The backend class. If None, that of the plugin.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class SparseSteps:
         device: str = "cpu",
         gap: int = 0,
         requests: int = 3,
+        backend: Any = None,
     ) -> None:
         from pagetwin.integrations.vllm.plugin import choose_backend
 
@@ -85,12 +90,12 @@ class SparseSteps:
         self.kv_cache_dtype, self.rank, self.rope = kv_cache_dtype, rank, rope
         self.random, self.pick = torch.Generator().manual_seed(5), Random(5)
         shape = (MAX_TOKENS, TOPK)
-        self.buffer = torch.full(shape, GARBAGE, dtype=torch.int32, device=device)
+        self.buffer = torch.full(shape, STALE, dtype=torch.int32, device=device)
         given: dict[str, Any] = {"topk_indices_buffer": self.buffer}
         if has_indexer:
             indexer = SimpleNamespace(topk_indices_buffer=self.buffer)
             given["indexer"] = indexer
-        backend = choose_backend()
+        backend = backend or choose_backend()
         self.impl = make_layer(backend, kv_cache_dtype, rank, rope, **given)
         self.layer = SimpleNamespace(
             impl=self.impl,
@@ -103,6 +108,7 @@ class SparseSteps:
         self.builder = backend.get_builder_cls()(
             spec, ["layer"], config, torch.device(device)
         )
+        self.impl.bounds = None  # warm-up has tests of its own
         self.cache = self._make_cache(backend, gap)
         blocks = self.pick.sample(range(NUM_BLOCKS), requests * MAX_BLOCKS)
         self.requests = [
@@ -201,9 +207,9 @@ class SparseSteps:
             first = len(request.latents) - count
             for position in range(first, len(request.latents)):
                 visible = position + 1
-                own = self.pick.sample(range(visible), min(TOPK - 2, visible))
+                own = self.pick.sample(range(visible), min(choice.most, visible))
                 rows.append(own + own[:1] * choice.repeats)
-        self.buffer.fill_(GARBAGE)
+        self.buffer.fill_(STALE)
         for token, row in enumerate(rows):
             extra = [MAX_BLOCKS * BLOCK_SIZE] * choice.past
             named = torch.tensor([*row, *extra], dtype=torch.int32)
@@ -311,7 +317,7 @@ def make_layer(
     backend: Any, kv_cache_dtype: str, rank: int, rope: int, **given: Any
 ) -> Any:
     """Return a layer of the stand-in that is installed, as vLLM makes one."""
-    impl = backend.get_impl_cls()(
+    made: Any = backend.get_impl_cls()(
         num_heads=HEADS,
         head_size=rank + rope,
         scale=SCALE,
@@ -331,5 +337,4 @@ def make_layer(
         kv_b_proj=None,
         **{"indexer": None} | given,
     )
-    impl.bounds = None  # warm-up has tests of its own
-    return impl
+    return made

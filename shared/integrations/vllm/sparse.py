@@ -129,10 +129,11 @@ class PagetwinSparseImpl(WritesLatents, _Base):
 
         vLLM may give an indexer another buffer after the layer was made.
         """
-        found: Tensor = (
-            self._buffer if self.indexer is None else self.indexer.topk_indices_buffer
-        )
-        return found
+        source = self._buffer
+        if self.indexer is not None:
+            source = self.indexer.topk_indices_buffer
+        assert source is not None
+        return source
 
     @topk_indices_buffer.setter
     def topk_indices_buffer(self, buffer: Tensor) -> None:
@@ -165,15 +166,28 @@ class PagetwinSparseImpl(WritesLatents, _Base):
         options = self._options_of(layer)
         if self.bounds is not None:
             self._warm_up(key, value, query, options)
-        slots, _ = self.run.convert_req_index_to_global_index(
-            attn_metadata.req_id_per_token[:tokens], attn_metadata.block_table,
-            self.topk_indices_buffer[:tokens], attn_metadata.block_size,
-        )  # fmt: skip
+        slots = self.find_slots(tokens, attn_metadata)
         out = query.new_empty(tokens, query.shape[1], self.kv_lora_rank)
         self.run.sparse_attention(
             query, key, value, slots, self.scale, out, options=options
         )
         return out, None
+
+    def find_slots(
+        self, num_tokens: int, attn_metadata: PagetwinSparseMetadata
+    ) -> Tensor:
+        """Return the slots of the positions that the first tokens select: [tokens, selected] int32.
+
+        Args:
+            num_tokens: how many tokens.
+            attn_metadata: the step.
+        """
+        slots: Tensor
+        slots, _ = self.run.convert_req_index_to_global_index(
+            attn_metadata.req_id_per_token[:num_tokens], attn_metadata.block_table,
+            self.topk_indices_buffer[:num_tokens], attn_metadata.block_size,
+        )  # fmt: skip
+        return slots
 
     def _options_of(self, layer: Any) -> AttentionOptions:
         """Return the options of the layer's calls in every step."""
@@ -187,13 +201,13 @@ class PagetwinSparseImpl(WritesLatents, _Base):
     def _warm_up(
         self, key: Tensor, value: Tensor, query: Tensor, options: AttentionOptions
     ) -> None:
-        """Compile the kernels of the layer, if no graph is being captured."""
+        """Compile the kernels of the layer, if it is on a GPU and no graph is being captured."""
         bounds = self.bounds
         assert bounds is not None
         if self._warms_up and not can_compile(key):
             return
         self.bounds, self.engine_layers = None, ()
-        if self._warms_up:
+        if self._warms_up and key.is_cuda:
             warm_up_sparse(
                 self.run, (key, value), query[:1], self.topk_indices_buffer.shape,
                 self.scale, options, bounds,

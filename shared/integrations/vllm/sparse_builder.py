@@ -55,7 +55,7 @@ class PagetwinSparseMetadata:
 
 
 class PagetwinSparseBuilder(CapturesUniformBatches, AttentionMetadataBuilder):
-    """Turns vLLM's description of a step into `PagetwinSparseMetadata`; the device is not waited for.
+    """Turns vLLM's description of a step into `PagetwinSparseMetadata`, on the device.
 
     Args:
         kv_cache_spec, layer_names, vllm_config, device: as in vLLM.

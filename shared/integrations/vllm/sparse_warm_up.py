@@ -10,6 +10,8 @@ from torch import Tensor
 from ...contract.attention_options import AttentionOptions
 from .warm_up import StepBounds, warm_up_layers
 
+MOST_TOKENS = 1025
+"""More tokens of a step launch the same kernels."""
 RECORD_TOKENS = (1, 512)
 """Tokens of the steps whose kernels over records are compiled: with splits, and without."""
 
@@ -44,7 +46,7 @@ def warm_up_sparse(
         return
     bounds = replace(
         bounds,
-        max_num_reqs=tokens,
+        max_num_reqs=min(tokens, MOST_TOKENS),
         max_query_len=1,
         max_seq_len=selected,
         decode_query_len=1,

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from ...contract.attention_options import AttentionOptions
 from ...contract.cache_formats import TENSOR_SCALE_DTYPES, find_format
+from ...contract.latent_formats import find_record_heads
 from ..findings import Corruption
 from ..step import HostStep
 from .row_case import RowCase, take_rows, take_scales
+from .selection import Selection, gather_selected
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class RecordedCall:
             too. If None, rows with an FP8 query are not recomputed.
         query_rope: Optional. [rows, query_heads, rope_size] the elements of each query after those
             of `query`, as in latent attention. If None, the queries are whole.
+        selection: Optional. What the tokens select, in sparse attention. If None, they attend to
+            all keys that are visible to them.
     """
 
     layer: str
@@ -48,10 +52,13 @@ class RecordedCall:
     implementation: str
     query_scale: Tensor | None = None
     query_rope: Tensor | None = None
+    selection: Selection | None = None
 
     @property
     def stored_scales(self) -> tuple[Any, ...]:
-        """The scales of keys and values if they are stored in the cache; otherwise none."""
+        """The scales of keys and values if the cache has them in tensors of their own."""
+        if find_record_heads(self.key_cache, self.value_cache) is not None:
+            return ()
         scales = (self.options.k_scale, self.options.v_scale)
         is_measured = find_format(self.key_cache.dtype, scales[0]).is_measured
         return scales if is_measured else ()
@@ -61,7 +68,10 @@ class RecordedCall:
         query, output = take_rows(self.query, rows), take_rows(self.output, rows)
         if self.query_rope is not None:
             query = torch.cat([query, take_rows(self.query_rope, rows)], dim=-1)
-        return replace(self, query=query, query_rope=None, output=output)
+        selection = self.selection and self.selection.take(rows)
+        return replace(
+            self, query=query, query_rope=None, output=output, selection=selection
+        )
 
 
 def why_not_recomputed(call: RecordedCall) -> str:
@@ -92,6 +102,8 @@ def gather_rows(call: RecordedCall, step: HostStep, tokens: Sequence[int]) -> Ro
         step: the step.
         tokens: [rows] the new tokens.
     """
+    if call.selection is not None:
+        return gather_selected(call, call.selection, step, tokens)
     device, query = call.query.device, call.query
     weight_error = 0.0
     if call.query_scale is not None and query.dtype in TENSOR_SCALE_DTYPES:

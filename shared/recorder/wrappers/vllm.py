@@ -5,10 +5,11 @@ is set, `record_vllm_backends` replaces the paths by paths into this module, whi
 subclass of the same backend.
 
 Layers that are not checked: cross-attention, encoders, chunked local attention, windows beside a
-prompt (R-SWA), sparse latent attention, context parallelism and FP8 outputs. Their steps run as
+prompt (R-SWA), context parallelism and FP8 outputs. Their steps run as
 without a recorder. With an FP8 query the writes are compared, and attention too where it is that of
 FlashAttention-3. Of backends whose caches are not in `PLAIN_CACHES` the bookkeeping alone is
-checked. Latent attention (MLA) is wrapped in `vllm_latent.py`.
+checked. Latent attention (MLA) is wrapped in `vllm_latent.py`, that of layers with an indexer in
+`vllm_sparse.py`.
 """
 
 import importlib
@@ -41,6 +42,7 @@ from .vllm_latent import (
     why_left_alone,
 )
 from .vllm_schedule import KEY_VALUE_SPECS, STEPS
+from .vllm_sparse import PLAIN_SPARSE, SparseReader, recorded_sparse_impl
 from .vllm_step import OWN_NAMES, PLAIN_DTYPES, VllmStepReader
 
 LOGGER = logging.getLogger("pagetwin.recorder")
@@ -168,7 +170,9 @@ def _recorded(name: str, backend: Any) -> Any:
         return backend
     STEPS.watch()
     STEPS.recorders.append(recorder)
-    is_plain = name in (PLAIN_LATENTS if backend.is_mla() else PLAIN_CACHES)
+    is_sparse = backend.is_mla() and getattr(backend, "is_sparse", bool)()
+    plain = PLAIN_LATENTS if backend.is_mla() else PLAIN_CACHES
+    is_plain = name in (PLAIN_SPARSE if is_sparse else plain)
     if not is_plain:
         LOGGER.warning(
             "flight recorder: the format of %s's cache is not known: the bookkeeping is checked,"
@@ -176,7 +180,11 @@ def _recorded(name: str, backend: Any) -> Any:
             name,
         )
     given = (STEPS, is_plain, recorder.settings.vllm_graphs)
-    if backend.is_mla():
+    if is_sparse:
+        recorded = record_backend(
+            backend, recorder, SparseReader(*given), recorded_sparse_impl
+        )
+    elif backend.is_mla():
         reader = LatentReader(*given)
         recorded = record_backend(backend, recorder, reader, recorded_latent_impl)
     else:

@@ -8,8 +8,8 @@ one KV head: the key is the whole row, and the value is the row's latent.
 Not compared: prefills (`forward_mha` expands the latents in a prefill backend), FP8 queries, caches
 that are not plain, and the attention of vLLM's own kernels over an FP8 cache. TRITON_MLA, for
 instance, rounds the dequantised keys to the query's dtype: in bfloat16 that alone uses nearly the
-whole error budget. Not recorded at all: sparse latent attention, ranks that share the latents,
-microbatches, and caches whose rows are not one per token.
+whole error budget. Not recorded at all: ranks that share the latents, microbatches, and caches
+whose rows are not one per token. Sparse latent attention is wrapped in `vllm_sparse.py`.
 """
 
 import inspect
@@ -47,8 +47,6 @@ NAMES = ("latent", "rope key")
 
 def why_left_alone(backend: Any) -> str:
     """Return why a backend of latent attention is not recorded; empty if it is."""
-    if getattr(backend, "is_sparse", bool)():
-        return "its latent attention is sparse"
     impl = backend.get_impl_cls()
     for name, expected in ARGUMENTS.items():
         method = getattr(impl, name, None)
