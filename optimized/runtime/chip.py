@@ -16,6 +16,17 @@ def count_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache
+def has_dependent_launches(device: torch.device) -> bool:
+    """Return whether a launch may begin before the one before it has ended.
+
+    Kernels for chips of compute capability 9.0 on may have the instructions for that.
+    """
+    if INTERPRETED or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_properties(device).major >= 9
+
+
 def find_shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that one program may have."""
     properties = torch.cuda.get_device_properties(device)

@@ -38,7 +38,7 @@ from ..kernels.sparse.indexer import (
     index_scores_kernel,
     write_indexer_kernel,
 )
-from ..kernels.sparse.move_to_front import move_to_front
+from ..kernels.sparse.select import select_positions
 from ..runtime.launcher import check_launch, launch_kernel, next_power_of_2
 from ..runtime.operators import operator
 
@@ -148,25 +148,11 @@ def index_scores(
 def select_keys(scores: IndexScores, topk: int) -> Selected:
     """Return the positions of the largest scores of each token, in the order of positions."""
     check_select_keys(scores, topk)
-    tokens, width = scores.shape
-    selected = scores.new_full((tokens, topk), -1, dtype=torch.int32)
-    taken = min(topk, width)
-    if not tokens or not taken:
-        return selected
+    check_launch(scores)
     # step: leave out what has no score
-    has_score = scores > -torch.inf
-    scores = torch.where(has_score, scores, -torch.inf)
     # step: select the largest scores, and of equal ones the lowest positions
-    least = scores.topk(taken, dim=1, sorted=False).values.amin(1, keepdim=True)
-    above = scores > least
-    equal = (scores == least) & has_score
-    missing = taken - above.sum(1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(1) <= missing))
     # step: return them in the order of positions
-    position = torch.arange(width, dtype=torch.int32, device=scores.device)
-    found = move_to_front(torch.where(chosen, position, -1))
-    selected[:, :taken] = found[:, :taken]
-    return selected
+    return select_positions(scores, topk)
 
 
 def _views(kv_cache: Tensor) -> IndexerCache:

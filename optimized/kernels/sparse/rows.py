@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....contract.kinds import PAD_SLOT_ID
+from ...runtime.chip import has_dependent_launches
 from ...runtime.launcher import RECORDING, launch_kernel
 
 MOST_ENTRIES = 2048
@@ -16,17 +17,20 @@ PAD = tl.constexpr(PAD_SLOT_ID)
 @triton.jit
 def pack_slots_kernel(
     slots, rows, starts, lens, selected, slots_stride_token, slots_stride_entry, block_size,
-    block_step, slot_step, ENTRIES: tl.constexpr,
+    block_step, slot_step, ENTRIES: tl.constexpr, LAUNCHES_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
     """Write a token's row of a table of blocks of one: its slots in their order, at the front.
 
     Args:
-        slots: [tokens, selected]; negative entries are no slots.
+        slots: [tokens, selected]; negative entries are left out.
         rows: [tokens, selected], packed. What follows a row's slots is not written.
         starts, lens: [tokens + 1] and [tokens] of a batch with a request per token.
         block_size: slots per block.
         block_step, slot_step: blocks of one from block to block, and from slot to slot.
+        LAUNCHES_DEPENDENTS: whether the next launch may begin, which waits for the end of this one.
     """
+    if LAUNCHES_DEPENDENTS:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     row = rows + token.to(tl.int64) * selected
     source = slots + token.to(tl.int64) * slots_stride_token
@@ -51,7 +55,7 @@ def pack_slots(
     """Return slots as the rows of a block table, the starts of one-token requests, and lengths.
 
     Args:
-        slots: [tokens, selected] int32; negative entries are no slots.
+        slots: [tokens, selected] int32; negative entries are left out.
         block_size: slots per block.
         block_step, slot_step: blocks of one from block to block, and from slot to slot. By default
             a row has the slots themselves.
@@ -69,6 +73,7 @@ def pack_slots(
         launch_kernel(
             pack_slots_kernel, (tokens,), slots, rows, starts, lens, selected, *slots.stride(),
             block_size, block_step, slot_step, ENTRIES=entries_of(selected),
+            LAUNCHES_DEPENDENTS=has_dependent_launches(slots.device),
         )  # fmt: skip
     else:
         starts.zero_()
@@ -86,7 +91,7 @@ def convert_indices_kernel(
     Args:
         req_id: [tokens] row of the block table of each token; negative for padding.
         positions: [tokens, selected]; negative entries are left out.
-        slots: [tokens, selected], packed. PAD where there is no slot.
+        slots: [tokens, selected], packed. PAD for what is left out.
         counts: [tokens].
         world_size, rank, interleave: of decode context parallelism.
         COMPACT: whether slots are moved to the front, in their order.

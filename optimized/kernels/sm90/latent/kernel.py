@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..common.config import LINEAR, SWIZZLED
-from ..common.dependents import launch_dependents
+from ..common.dependents import launch_dependents, wait_for_launch_before
 from ..common.entry import Number, Option, Pointer, TensorMap, make_kernel
 from ..common.load_kv import TmaTensor
 from ..common.pipeline import MbarrierRing, allocate_barriers
@@ -186,6 +186,7 @@ def compute_latent_decodes(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
         BLOCK_SIZE: tokens per cache block, a multiple of 16.
         CAUSAL: whether later keys are masked.
     """
+    wait_for_launch_before()
     launch_dependents()
     batch = _describe_batch(args)
     kv = TmaTensor(args.kv_desc, args.kv_block_rows, 0, 0)
@@ -217,6 +218,7 @@ def compute_copied_latents(args, BLOCK_SIZE: gl.constexpr, CAUSAL: gl.constexpr)
         BLOCK_SIZE: tokens per cache block.
         CAUSAL: whether later keys are masked.
     """
+    wait_for_launch_before()
     launch_dependents()
     batch = _describe_batch(args)
     latents = CachedLatents(args.cache, args.kv_block_stride, args.kv_slot_stride)

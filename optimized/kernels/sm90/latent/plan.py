@@ -203,6 +203,7 @@ class LatentDecodePlan:
                 {"BLOCK_SIZE": self.block_size, "CAUSAL": self.is_causal},
                 num_warps=4,
                 num_stages=1,
+                is_dependent=True,
             )
             self._launchers[q_rows] = launcher
         return launcher

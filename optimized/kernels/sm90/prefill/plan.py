@@ -84,12 +84,17 @@ class PrefillPlan(Sm90Plan):
         is_chosen = packed is not None and packed.is_chosen(max_query_len)
         return packed if is_chosen else None
 
-    def prefers_narrow(self, call: AttentionCall) -> bool:
-        """Return whether a batch takes less time with narrow tiles, as its bounds say."""
-        bounds = PrefillBounds(
-            call.query_start_loc.shape[0] - 1, call.query.shape[0],
-            call.max_query_len, call.max_key_len,
-        )  # fmt: skip
+    def prefers_narrow(self, call: AttentionCall, short_rows: int = 0) -> bool:
+        """Return whether a batch takes less time with narrow tiles, as its bounds say.
+
+        Args:
+            short_rows: those of `launch_prefill`. If there are some, the host does not know how
+                many requests are long, and assumes as many as have all tokens.
+        """
+        reqs, tokens = call.query_start_loc.shape[0] - 1, call.query.shape[0]
+        if short_rows:
+            reqs = min(reqs, -(-tokens // max(1, call.max_query_len)))
+        bounds = PrefillBounds(reqs, tokens, call.max_query_len, call.max_key_len)
         is_narrow = self._widths.get(bounds)
         if is_narrow is None:
             if len(self._widths) >= MAX_WIDTHS:
@@ -184,7 +189,8 @@ class PrefillPlan(Sm90Plan):
             return
         narrow = self.narrow
         if narrow is not None and (
-            division == NARROW or (not division and self.prefers_narrow(call))
+            division == NARROW
+            or (not division and self.prefers_narrow(call, short_rows))
         ):
             narrow.launch_prefill(call, short_rows, scales, key_factors)
             return
