@@ -1,13 +1,15 @@
 """Indexer: cheap scores of all keys of a sequence, and the positions of the largest ones.
 
-The write has a program per token, and the scores have one per token and 64 keys. The selection is a
-few operations of torch: the smallest of the largest scores is a threshold. All scores above it are
-selected, and as many equal ones as are missing, from the lowest position on. The host reads
-nothing.
+The write has a program per token, the scores have one per token and 64 keys, and the selection one
+per token. It finds the smallest score that is selected, and then takes all larger ones, and as many
+equal ones as are missing, from the lowest position on. The host reads nothing.
 """
+
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...contract.indexer_cache import split_indexer_cache
@@ -39,7 +41,12 @@ from ..kernels.sparse.indexer import (
     write_indexer_kernel,
 )
 from ..kernels.sparse.select import select_positions
-from ..runtime.launcher import check_launch, launch_kernel, next_power_of_2
+from ..runtime.launcher import (
+    INTERPRETED,
+    check_launch,
+    launch_kernel,
+    next_power_of_2,
+)
 from ..runtime.operators import operator
 
 
@@ -138,8 +145,7 @@ def index_scores(
         keys,
         is_fp8,
         has_native_fp8(query.device),
-        # numbers of 16 and 8 bits are exact in TF32, float32 is a sum of three such numbers
-        "tf32x3" if is_wide else "tf32",
+        _choose_dot_dtype(query.dtype),
     )
     return scores
 
@@ -153,6 +159,15 @@ def select_keys(scores: IndexScores, topk: int) -> Selected:
     # step: select the largest scores, and of equal ones the lowest positions
     # step: return them in the order of positions
     return select_positions(scores, topk)
+
+
+def _choose_dot_dtype(dtype: torch.dtype) -> Any:
+    """Return the dtype of products of queries with keys in FP8, which float16 holds."""
+    if dtype in (torch.float8_e4m3fn, torch.float16):
+        return tl.float16
+    # products of bfloat16 are wrong in the interpreter
+    is_exact = dtype == torch.bfloat16 and not INTERPRETED
+    return tl.bfloat16 if is_exact else tl.float32
 
 
 def _views(kv_cache: Tensor) -> IndexerCache:

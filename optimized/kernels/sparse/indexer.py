@@ -97,13 +97,15 @@ def index_scores_kernel(
     queries, cache, batch, scores, num_reqs, num_halvings, block_size, max_seq_len,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr, IS_FP8: tl.constexpr, NATIVE_FP8: tl.constexpr,
-    PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """Compute one token's scores of BLOCK_N keys.
 
     Args:
         queries, cache, batch: IndexQueries, IndexerCache, Sequences.
         scores: [tokens, max_seq_len] float32, contiguous.
+        DOT: dtype of the products' operands, which holds queries and keys exactly. If float32, a
+            product is that of three TF32 numbers.
     """
     token = tl.program_id(0)
     row = token.to(tl.int64)
@@ -129,7 +131,7 @@ def index_scores_kernel(
         mask=is_key[None, :] & (element < DIM)[:, None],
         other=0,
     )
-    k = decode_fp8(code, False, NATIVE_FP8).to(tl.float32)  # [BLOCK_D, BLOCK_N]
+    k = decode_fp8(code, False, NATIVE_FP8).to(DOT)  # [BLOCK_D, BLOCK_N]
     scale = tl.load(
         cache.scales + block * cache.stride_scales + offset, mask=is_key, other=0.0
     )
@@ -145,7 +147,7 @@ def index_scores_kernel(
     )
     if IS_FP8:
         q = decode_fp8(q, False, NATIVE_FP8)
-    products = tl.dot(q.to(tl.float32), k, input_precision=PRECISION)
+    products = tl.dot(q.to(DOT), k, input_precision="tf32x3")
     products = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     # step: add them up by weight, and multiply by the scales of the keys
     place = row * queries.stride_weights + head * queries.stride_weight
