@@ -240,7 +240,9 @@ def _member(module: str, name: str, member: str) -> ast.expr | None:
     classes = [_class(module, name)]
     for node in classes:
         classes += [
-            _class(*BASES[base]) for base in map(ast.unparse, node.bases) if base in BASES
+            _class(*BASES[base])
+            for base in map(ast.unparse, node.bases)
+            if base in BASES
         ]
     for statement in (x for node in classes for x in node.body):
         if isinstance(statement, ast.FunctionDef) and statement.name == member:

@@ -12,8 +12,8 @@ runs in Triton's interpreter, where bfloat16 is wrong:
     python tests/gpu/serving/equality.py RESULTS --model small --backends CPU_ATTN CUSTOM \
         --dtype float32 --prompts 4 --new 8 --longest 60
 
-A model with an indexer needs DeepGEMM, which vLLM's indexer calls, and a GPU. Its prompts are longer
-than the selection, and a rounding may change the last keys of one:
+A model with an indexer needs DeepGEMM, which vLLM's indexer calls, and a GPU. Its prompts are
+longer than the selection, and a rounding may change the last keys of one:
 
     python tests/gpu/serving/equality.py RESULTS --model sparse-deepseek \
         --backends FLASHMLA_SPARSE CUSTOM CUSTOM:reference --kv-cache-dtype fp8_ds_mla
