@@ -113,7 +113,8 @@ def backend_differences() -> str:
         if name.startswith("pagetwin"):
             continue
         is_latent = "MLA" in name
-        ours = answers["pagetwin, MLA" if is_latent else "pagetwin"]
+        sparse = "pagetwin, sparse MLA" if theirs["sparse"] else "pagetwin, MLA"
+        ours = answers[sparse if is_latent else "pagetwin"]
         rows = (*LATENT_ROWS, "sparse") if is_latent else ROWS
         # latent attention has other backends, and an option that is not read is not served
         pairs = {
@@ -171,25 +172,37 @@ def newest_record() -> dict[str, Any]:
 
 
 def all_answers() -> dict[str, Answers]:
-    """Return what each backend serves: vLLM's own, and the two of the plugin."""
+    """Return what each backend serves: vLLM's own, and the three of the plugin."""
     found: dict[str, Answers] = {}
     for name, recorded in newest_record()["backends"].items():
         is_latent = "MLA" in name
         found[name] = {**recorded["serves"], "mla": is_latent}
-    found["pagetwin"] = plugin_answers() | {"mla": plugin_answers(latent=True)["plain"]}
-    found["pagetwin, MLA"] = plugin_answers(latent=True)
+    found["pagetwin"] = plugin_answers() | {"mla": plugin_answers("latent")["plain"]}
+    found["pagetwin, MLA"] = plugin_answers("latent")
+    found["pagetwin, sparse MLA"] = plugin_answers("sparse")
     return found
 
 
 # --- the plugin's own declarations
 
 
-def plugin_answers(latent: bool = False) -> Answers:
-    """Return what the plugin's backend declares, for latent attention or for any other."""
-    name = "latent" if latent else "backend"
-    backend, impl = ("PagetwinLatentBackend", "PagetwinLatentImpl") if latent else (
-        "PagetwinBackend", "PagetwinImpl"
-    )  # fmt: skip
+CLASSES = {
+    "paged": ("backend", "PagetwinBackend", "impl", "PagetwinImpl"),
+    "latent": ("latent", "PagetwinLatentBackend", "latent", "PagetwinLatentImpl"),
+    "sparse": ("sparse", "PagetwinSparseBackend", "sparse", "PagetwinSparseImpl"),
+}
+"""The plugin's backend and implementation of each kind of attention, with their files."""
+BASES = {
+    "Reasons": ("backend", "Reasons"),
+    "PagetwinLatentBackend": ("latent", "PagetwinLatentBackend"),
+}
+"""Base classes of the plugin's own."""
+
+
+def plugin_answers(kind: str = "paged") -> Answers:
+    """Return what the plugin's backend of a kind of attention declares."""
+    name, backend, module, impl = CLASSES[kind]
+    latent = kind != "paged"
     caches = _names(name, backend, "supported_kv_cache_dtypes")
     serves: Answers = {
         "plain": True,
@@ -204,7 +217,6 @@ def plugin_answers(latent: bool = False) -> Answers:
     serves["int4_sinks"] = bool(serves["sinks"] and serves["int4_per_token_head"])
     kinds = _member(name, backend, "supports_attn_type")
     serves["encoder_only"] = serves["cross_attention"] = kinds is not None
-    module = "latent" if latent else "impl"
     serves["pcp"] = _answer(module, impl, "supports_pcp")
     shares = _answer(module, impl, "supports_dcp")
     serves["dcp"] = "check_shared_layer(...)" if shares and not latent else shares
@@ -221,13 +233,17 @@ def _class(module: str, name: str) -> ast.ClassDef:
 
 
 def _member(module: str, name: str, member: str) -> ast.expr | None:
-    """Return what a method of a class, or of `Reasons`, returns, or the value of an attribute.
+    """Return what a method of a class, or of its bases, returns, or the value of an attribute.
 
-    If neither has it, None.
+    If none has it, None.
     """
     classes = [_class(module, name)]
-    if "Reasons" in map(ast.unparse, classes[0].bases):
-        classes.append(_class("backend", "Reasons"))
+    for node in classes:
+        classes += [
+            _class(*BASES[base])
+            for base in map(ast.unparse, node.bases)
+            if base in BASES
+        ]
     for statement in (x for node in classes for x in node.body):
         if isinstance(statement, ast.FunctionDef) and statement.name == member:
             last = statement.body[-1]

@@ -23,7 +23,7 @@ from .laws.attention import RecordedCall
 from .laws.cache import RecordedWrite
 from .laws.schedule import ScheduledGroup
 from .laws.scheduled_rows import ScheduledRow
-from .laws.selection import Selection
+from .laws.selection import SelectedKeys
 from .reports import Reports
 from .samples import Samples
 from .settings import RecorderSettings, prepare_folder
@@ -274,7 +274,7 @@ class Recorder:
         group: str = "layers",
         query_scale: Tensor | None = None,
         query_rope: Tensor | None = None,
-        selection: Selection | None = None,
+        selection: SelectedKeys | None = None,
     ) -> None:
         """Recompute some rows of a layer's attention, in sampled steps and one layer per step.
 

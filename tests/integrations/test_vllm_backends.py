@@ -103,13 +103,14 @@ def test_a_difference_is_a_feature_of_one_side_alone() -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS[-1:])
-@pytest.mark.parametrize("use_mla", [False, True], ids=["paged", "latent"])
+@pytest.mark.parametrize("kind", list(backend_table.CLASSES))
 def test_the_plugins_column_is_what_its_classes_declare(
-    version: str, use_mla: bool
+    version: str, kind: str
 ) -> None:
-    shown = backend_table.plugin_answers(latent=use_mla)
+    shown = backend_table.plugin_answers(kind)
     defaults = recorded(version)["defaults"]
-    with fake_vllm(version, use_mla):
+    use_mla = kind != "paged"
+    with fake_vllm(version, use_mla, use_sparse=kind == "sparse"):
         from pagetwin.integrations.vllm.plugin import choose_backend
 
         backend = choose_backend()

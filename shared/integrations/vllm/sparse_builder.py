@@ -34,7 +34,7 @@ class PagetwinSparseMetadata:
         req_id_per_token: [tokens] int32 request of each row; -1 for padding.
         block_size: slots per block.
         num_decodes, num_decode_tokens: all requests, and all rows.
-        num_prefills, prefill, decode: as vLLM reads them. There are no prefills.
+        num_prefills, prefill, decode: as vLLM reads them. No request is a prefill.
     """
 
     num_actual_tokens: int

@@ -19,7 +19,7 @@ from ...contract.latent_formats import find_record_heads
 from ..findings import Corruption
 from ..step import HostStep
 from .row_case import RowCase, take_rows, take_scales
-from .selection import Selection, gather_selected
+from .selection import SelectedKeys, gather_selected
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RecordedCall:
     implementation: str
     query_scale: Tensor | None = None
     query_rope: Tensor | None = None
-    selection: Selection | None = None
+    selection: SelectedKeys | None = None
 
     @property
     def stored_scales(self) -> tuple[Any, ...]:

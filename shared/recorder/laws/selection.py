@@ -21,7 +21,7 @@ from .row_case import RowCase, take_rows
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectedKeys:
     """What tokens select.
 
     Args:
@@ -36,14 +36,14 @@ class Selection:
     most: int
     slots: Tensor | None = None
 
-    def take(self, rows: Tensor) -> "Selection":
+    def take(self, rows: Tensor) -> "SelectedKeys":
         """Return the selections of some tokens, [rows] int64."""
         slots = None if self.slots is None else take_rows(self.slots, rows)
         return replace(self, positions=take_rows(self.positions, rows), slots=slots)
 
 
 def check_selection(
-    layer: str, selection: Selection, step: HostStep, tokens: Sequence[int]
+    layer: str, selection: SelectedKeys, step: HostStep, tokens: Sequence[int]
 ) -> Corruption | None:
     """Return the first violation of some tokens' selections.
 
@@ -148,7 +148,7 @@ def recheck(evidence: dict[str, Any], step: HostStep) -> Corruption | None:
 
 
 def gather_selected(
-    call: Any, selection: Selection, step: HostStep, tokens: Sequence[int]
+    call: Any, selection: SelectedKeys, step: HostStep, tokens: Sequence[int]
 ) -> RowCase:
     """Return the case of some rows of sparse attention: each selected slot is a block of one.
 

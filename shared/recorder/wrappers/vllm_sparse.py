@@ -17,7 +17,7 @@ from torch import Tensor
 from ...contract.attention_options import AttentionOptions
 from ...contract.cache_formats import CACHE_DTYPE_NAMES, TENSOR_SCALE_DTYPES
 from ...contract.latent_formats import find_latent_format
-from ..laws.selection import Selection
+from ..laws.selection import SelectedKeys
 from ..recorder import Recorder
 from .backend import StepGroups
 from .vllm_latent import LatentReader, latent_parts, recorded_latent_impl
@@ -74,7 +74,7 @@ class SparseReader(LatentReader):
         recorder.attended(
             name, query, out.view(*query.shape[:2], rank), rows, latents, impl.scale,
             options, group, query_rope=rope,
-            selection=Selection(buffer[: len(query)], most, slots),
+            selection=SelectedKeys(buffer[: len(query)], most, slots),
         )  # fmt: skip
 
 

@@ -11,6 +11,12 @@ runs in Triton's interpreter, where bfloat16 is wrong:
     export TRITON_INTERPRET=1
     python tests/gpu/serving/equality.py RESULTS --model small --backends CPU_ATTN CUSTOM \
         --dtype float32 --prompts 4 --new 8 --longest 60
+
+A model with an indexer needs DeepGEMM, which vLLM's indexer calls, and a GPU. Its prompts are
+longer than the selection, and a rounding may change the last keys of one:
+
+    python tests/gpu/serving/equality.py RESULTS --model sparse-deepseek \
+        --backends FLASHMLA_SPARSE CUSTOM CUSTOM:reference --kv-cache-dtype fp8_ds_mla
 """
 
 import argparse
@@ -53,6 +59,7 @@ def build(asked: argparse.Namespace, backend: str, folder: Path) -> Any:
         model=str(write_model(folder, asked.model)),
         load_format="dummy",
         dtype=asked.dtype,
+        kv_cache_dtype=asked.kv_cache_dtype,
         max_num_seqs=32,
         enforce_eager=True,
         compilation_config={"mode": 0},
@@ -138,6 +145,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--new", type=int, default=48, help="tokens after a prompt")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--implementation", default="optimized", help="on a CPU")
     asked = parser.parse_args()
     import vllm
@@ -148,6 +156,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if CUDA else "cpu",
         "model": asked.model,
         "dtype": asked.dtype,
+        "kv_cache_dtype": asked.kv_cache_dtype,
         "ngram": asked.ngram,
         "implementation": "optimized" if CUDA else asked.implementation,
     }

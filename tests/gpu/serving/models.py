@@ -115,6 +115,21 @@ DEEPSEEK = {
 }
 """Latent attention; both layers are dense."""
 
+DEEPSEEK_V32 = {
+    **DEEPSEEK,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 512,
+    "rope_interleave": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_topk": 256,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+"""Sparse latent attention: each token attends to 256 keys, which the indexer of its layer selects.
+The sizes of the indexer are those that vLLM's kernels take."""
+
 WHISPER = {
     "architectures": ["WhisperForConditionalGeneration"],
     "model_type": "whisper",
@@ -222,6 +237,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": {**LLAMA, **SMALL, **GEMMA},
     "gpt-oss": {**LLAMA, **SMALL, **GPT_OSS},
     "deepseek": {**LLAMA, **SMALL, **DEEPSEEK},
+    "sparse-deepseek": {**LLAMA, **SMALL, **DEEPSEEK_V32},
     "whisper": WHISPER,
     "small-whisper": {**WHISPER, **SHORT_AUDIO},
     "small-gemma": {**LLAMA, **SMALLEST, **GEMMA},
