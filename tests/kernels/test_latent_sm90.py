@@ -61,8 +61,8 @@ def test_the_assembler_neither_spills_nor_serializes_wgmma(
         assert line["shared"] <= 232448, line
         # The producer of four row boxes per tile spills seven registers. That does not cost time:
         # docs/kernel_notes.md has times of blocks of 16, of which a tile has four, and of 64.
-        # Up to four are spilled outside of the loops over KV tiles.
-        most = 28 if line["numbers"]["BLOCK_SIZE"] == 16 else 16
+        # A copying producer of blocks of 12 spills three, outside of the loop over KV tiles.
+        most = {16: 28, 12: 12}.get(line["numbers"]["BLOCK_SIZE"], 0)
         assert line["spilled"] <= most, line
 
 

@@ -592,6 +592,16 @@ CASES = {
         "latent", plan_of((1, 2, 1), (200, 5, 131), 576, group=16), {"causal": False},
         has_lse=False, seq_lens=(0, 0, 70),
     ),
+    "latent, more units than programs": Case(
+        "latent",
+        plan_of((1,) * 9, (5, 70, 1, 200, 130, 64, 3, 300, 65), 576, group=8),
+        processors=3,
+    ),
+    "latent, more units than programs in two row tiles": Case(
+        "latent",
+        plan_of((1,) * 7, (5, 270, 1, 20, 130, 64, 300), 576, group=72),
+        {"causal": False}, processors=5,
+    ),
     "copied latent, blocks of 1": Case(
         "latent",
         plan_of(

@@ -24,11 +24,10 @@ def store_no_split(output, segment):
 def store_split(output, batch, segment, item):
     """Store which row tile begins in the segment and ends in a later one, and in which."""
     # the item begins with its unit and ends with the segment
-    begin = segment.end - item.end
-    end = begin + item.num_tiles - segment.partition_begin
+    end = (segment.index - segment.partition_index + 1) * segment.length
+    end += item.num_tiles - item.end
     split = output.splits + 4 * segment.index
-    length = gl.maximum(segment.length, -segment.length)
-    gl.store(split, segment.partition_index + (end - 1) // length)
+    gl.store(split, segment.partition_index + (end - 1) // segment.length)
     gl.store(split + 1, item.query_start * batch.num_heads + item.row_tile * BLOCK_M)
     gl.store(split + 2, gl.minimum(item.num_rows, BLOCK_M))
 

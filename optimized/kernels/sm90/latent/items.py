@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from ..common.stream_k import ceil_div
 from .config import BLOCK_M, BLOCK_N, REQS_PER_SHORT_PASS
-from .schedule import ENDS, count_tiles
+from .schedule import count_tiles
 
 
 class LatentItem(NamedTuple):
@@ -20,8 +20,7 @@ class LatentItem(NamedTuple):
         context: position of the request's first query.
         seq_len: keys of the request.
         num_tiles: KV tiles of the unit; 0 if the request has no rows in the row tile.
-        begin, end: KV tiles of this item, within the request. There are none if the unit has none,
-            or if only what it counts before them is in the segment.
+        begin, end: KV tiles of this item, within the request. There are none if the unit has none.
     """
 
     req: Any
@@ -46,16 +45,13 @@ def visit_items(batch, segment, visit: gl.constexpr, args, states):
         args, states: arguments of `visit`: those that stay, and `PipelineState`s.
     """
     req, row_tile = segment.req, segment.row_tile
-    skipped, left = segment.begin - segment.first_tile, segment.end - segment.begin
+    skipped, left = segment.skipped, segment.left
     while left > 0:
-        item, last = locate_latent_item(
-            batch, req, row_tile, skipped, left, gl.where(segment.length < 0, ENDS, 0)
-        )
-        if last > skipped:
-            left -= last - skipped
-            skipped = gl.to_tensor(0)
+        item = locate_latent_item(batch, req, row_tile, skipped, left)
         if item.end > item.begin:
             states = visit(item, args, states)
+            left -= item.end - item.begin
+            skipped = gl.to_tensor(0)
         req, row_tile = next_unit(batch, req, row_tile, left == 0)
     return states
 
@@ -80,21 +76,20 @@ def _first_request(batch, row_tile):
     found = gl.to_tensor(batch.num_reqs)
     # few at once, because the producer warp has few registers
     for base in range(0, batch.num_reqs, REQS_PER_SHORT_PASS):
-        _, tiles = count_tiles(batch, base, row_tile, 0, REQS_PER_SHORT_PASS)
+        _, tiles = count_tiles(batch, base, row_tile, REQS_PER_SHORT_PASS)
         req = base + gl.arange(0, REQS_PER_SHORT_PASS, tiles.type.layout)
         found = gl.minimum(found, gl.min(gl.where(tiles > 0, req, found), 0))
     return found
 
 
 @gluon.jit
-def locate_latent_item(batch, req, row_tile, skipped, left, ends):
-    """Return the `LatentItem` of a unit in a segment, and its end as the segment counts it.
+def locate_latent_item(batch, req, row_tile, skipped, left):
+    """Return the `LatentItem` of a unit in a segment.
 
     Args:
         req, row_tile: the unit.
         skipped: KV tiles of the unit that are in earlier segments.
         left: KV tiles of this unit and of later ones that are in the segment.
-        ends: tiles that a unit counts before its own.
     """
     query_start = gl.load(batch.query_start_loc + req).to(gl.int32)
     query_end = gl.load(batch.query_start_loc + req + 1).to(gl.int32)
@@ -102,8 +97,7 @@ def locate_latent_item(batch, req, row_tile, skipped, left, ends):
     query_len = query_end - query_start
     num_rows = query_len * batch.num_heads - row_tile * BLOCK_M
     num_tiles = gl.where(num_rows > 0, gl.maximum(ceil_div(seq_len, BLOCK_N), 1), 0)
-    last = gl.minimum(skipped + left, gl.where(num_tiles > 0, num_tiles + ends, 0))
-    item = LatentItem(
+    return LatentItem(
         req,
         row_tile,
         query_start,
@@ -111,7 +105,6 @@ def locate_latent_item(batch, req, row_tile, skipped, left, ends):
         seq_len - query_len,
         seq_len,
         num_tiles,
-        gl.maximum(skipped - ends, 0),
-        gl.maximum(last - ends, 0),
+        skipped,
+        gl.minimum(skipped + left, num_tiles),
     )
-    return item, last
