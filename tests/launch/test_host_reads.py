@@ -18,6 +18,7 @@ from pagetwin.conformance.laws.indexer import (
     build_indexed,
 )
 from pagetwin.conformance.laws.sparse_attention import SparsePlan, build_sparse
+from pagetwin.conformance.laws.sparse_records import RECORD_PLANS, build_records
 from pagetwin.conformance.laws.sparse_slots import arguments_for_slots
 from pagetwin.contract.attention_options import pack_options
 from pagetwin.contract.metadata_classes import UBatchSlice
@@ -227,8 +228,10 @@ def test_sparse_attention_reads_nothing_on_the_host(
     call = build_sparse(SparsePlan((5, 0, 2), options=("sinks",)), device)
     table = torch.tensor([[3, 1]], dtype=torch.int32, device=device)
     owners = torch.zeros(3, dtype=torch.int32, device=device)
+    over_records = build_records("fp8_ds_mla", RECORD_PLANS[0], device)
     with NoHostReads():
         call.run(optimized.sparse_attention)
+        over_records.run(optimized.sparse_attention)
         optimized.convert_req_index_to_global_index(
             owners, table, call.slots, 4, compact_valid_to_front=True
         )

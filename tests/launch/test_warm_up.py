@@ -35,6 +35,14 @@ def test_a_warmed_layer_whose_keys_ranks_share_needs_no_other_kernel() -> None:
     assert found["missing"] == []
 
 
+@pytest.mark.parametrize("chip", ["80", "90"])
+def test_a_warmed_sparse_layer_needs_no_other_kernel(chip: str) -> None:
+    """Steps of 1 to 2,111 tokens, with elements, FP8 and records. Records had too few kernels."""
+    script = Path(__file__).with_name("warmed_sparse.py")
+    (found,) = json_lines(script, chip)
+    assert min(found["warmed"].values()) >= 5 and found["missing"] == []
+
+
 @pytest.fixture(scope="module")
 def ahead() -> dict[str, dict[str, Any]]:
     """What the script on compilation in threads prints, by case."""

@@ -1,5 +1,6 @@
 """The recorder on sparse latent attention: the plugin's own classes, with faults of the field."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from pagetwin.recorder.wrappers import vllm as recorder_vllm
 from pagetwin.recorder.wrappers.vllm_latent import why_left_alone
 from pagetwin.recorder.wrappers.vllm_schedule import WorkerSteps
 from pagetwin.recorder.wrappers.vllm_sparse import SparseReader, recorded_sparse_impl
+from simulated_graph import GraphOperations, SimulatedGraph
 from support.fake_vllm import VERSIONS, fake_vllm
 from support.sparse_steps import BLOCK_SIZE, TOPK, Choice, SparseSteps
 from support.twins import WITHOUT_GPU
@@ -24,7 +26,7 @@ OLDEST, NEWEST = VERSIONS[0], VERSIONS[-1]
 RECORDS = {"rank": 512, "rope": 64}
 CLEAN = Choice(most=TOPK)
 STEPS: list[tuple[int, ...]] = [(30, 3, 1), (1, 1, 1), (3, 1, 2), (20, 2, 1)]
-SAMPLED = 4 + 3 + 4 + 4
+ROWS, SAMPLED = 4, 4 + 3 + 4 + 4
 """Tokens that four sampled steps compare: at most four per step."""
 
 
@@ -40,15 +42,22 @@ def version(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def recorded_steps(
-    version: str, folder: Path, action: str = "continue", **given: Any
+    version: str,
+    folder: Path,
+    action: str = "continue",
+    backend: Any = None,
+    name: str = "CUSTOM",
+    reads_graphs: bool = False,
+    **given: Any,
 ) -> tuple[SparseSteps, Recorder]:
     """Return the steps of a recorded layer, and the recorder, which samples every step."""
     from pagetwin.integrations.vllm.plugin import choose_backend
 
-    settings = RecorderSettings(folder, sample_every=1, action=action)
-    checks = Recorder(settings, "CUSTOM")
-    reader = SparseReader(WorkerSteps())
-    backend = record_backend(choose_backend(), checks, reader, recorded_sparse_impl)
+    settings = RecorderSettings(folder, sample_every=1, action=action, rows=ROWS)
+    checks = Recorder(settings, name, fp8_steps=int(name != "CUSTOM"))
+    reader = SparseReader(WorkerSteps(), reads_graphs=reads_graphs)
+    backend = backend or choose_backend()
+    backend = record_backend(backend, checks, reader, recorded_sparse_impl)
     return SparseSteps(version, backend=backend, **given), checks
 
 
@@ -241,6 +250,115 @@ def test_an_indexer_cache_that_is_moved_by_token_is_found_if_scores_are_nan(
     spoil(steps, lambda rows: positions(by_token))
     with pytest.raises(CorruptionFound, match=r"selects \d of 10 positions: expected"):
         steps.step((1,), CLEAN)
+
+
+class SparseGraph(GraphOperations):
+    """An implementation whose calls of a sparse layer are one call each in a graph."""
+
+    def concat_and_cache_mla(self, *args: Any, **kwargs: Any) -> None:
+        """Write each new token's latent and rope key to its slot."""
+        self._graph.call(self._run.concat_and_cache_mla, args, kwargs)
+
+    def convert_req_index_to_global_index(self, *args: Any) -> tuple[Any, None]:
+        """Return the slots of the keys that each token selected."""
+        convert = self._run.convert_req_index_to_global_index
+        return self._graph.call(lambda *given: convert(*given)[0], args, {}), None
+
+    def sparse_attention(self, *args: Any, **kwargs: Any) -> Any:
+        """Return attention of each token over the cache slots that its row names."""
+        return self._graph.call(self._run.sparse_attention, args, kwargs)
+
+
+def test_a_graph_copies_what_its_tokens_select(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode is captured and replayed. From the fourth replay on its indexer is wrong."""
+    graph = SimulatedGraph()
+    capturing = property(lambda self: graph.is_capturing)
+    monkeypatch.setattr(Recorder, "is_capturing", capturing)
+    steps, checks = recorded_steps(version, tmp_path, reads_graphs=True)
+    steps.impl.run = SparseGraph(steps.impl.run, graph)
+    steps.step((18, 5), CLEAN)
+    new = steps.grow((1, 1))
+    common = steps.common((1, 1), 0, 0)
+    steps.select((1, 1), CLEAN)
+    module: Any = sys.modules["vllm.v1.attention.backend"]
+    # as vLLM's own; the stand-in's methods raise
+    module.AttentionMetadataBuilder.build_for_cudagraph_capture = lambda self, common: (
+        self.build(0, common)
+    )
+    metadata = steps.builder.build_for_cudagraph_capture(common)
+    query = steps._rows(2, 4, 48)
+    with graph:
+        steps.write(new, common)
+        steps.attend(query, metadata)
+    compared = checks.checked["selections"]
+    for number in range(6):
+        steps.select((1, 1), CLEAN)
+        if number >= 3:
+            steps.buffer[:2, 0] = 40
+        steps.builder.build(0, common)
+        query.copy_(steps._rows(2, 4, 48))
+        graph.replay()
+        checks.finish()
+        assert checks.checked["selections"] - compared == 2 * (number + 1)
+        laws = [finding.law for finding in checks.findings]
+        assert laws == ["selection"] * (number >= 3)
+        new.copy_(steps.grow((1, 1)))
+        later = steps.common((1, 1), 0, 0)
+        common.seq_lens.copy_(later.seq_lens)
+        common.slot_mapping.copy_(later.slot_mapping)
+    assert checks.is_on
+
+
+def as_of_vllm(own: Any) -> Any:
+    """Return a layer that has the methods of vLLM's own alone."""
+
+    class Layer:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.own = own(*args, **kwargs)
+            self.kv_cache_dtype, self.scale = self.own.kv_cache_dtype, self.own.scale
+
+        @property
+        def topk_indices_buffer(self) -> Any:
+            return self.own.topk_indices_buffer
+
+        def do_kv_cache_update(
+            self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
+        ) -> None:
+            given = (kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
+            self.own.do_kv_cache_update(*given)
+
+        def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer):
+            return self.own.forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+
+    return Layer
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "sizes", "rows"),
+    [("auto", {}, SAMPLED), ("fp8", {}, 0), ("fp8_ds_mla", RECORDS, 0)],
+)
+def test_layers_of_vllm_are_compared_where_nothing_is_rounded(
+    version: str, tmp_path: Path, kv_cache_dtype: str, sizes: Any, rows: int
+) -> None:
+    from pagetwin.integrations.vllm.plugin import choose_backend
+
+    plain = choose_backend()
+    layer = as_of_vllm(plain.get_impl_cls())
+    backend = type("Theirs", (plain,), {"get_impl_cls": staticmethod(lambda: layer)})
+    given = {"backend": backend, "name": "FLASHMLA_SPARSE", **sizes}
+    steps, checks = recorded_steps(
+        version, tmp_path, kv_cache_dtype=kv_cache_dtype, **given
+    )
+    for lens in STEPS:
+        steps.step(lens, CLEAN)
+    checks.finish()
+    assert checks.is_on and checks.findings == []
+    assert checks.checked["selections"] == checks.checked["rows"] == rows
+    spoil(steps, past_the_end)
+    steps.step((1, 1, 1), CLEAN)
+    assert [finding.law for finding in checks.findings] == ["selection"] * bool(rows)
 
 
 def test_the_registry_gives_the_reader_of_sparse_layers(

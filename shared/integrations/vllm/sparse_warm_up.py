@@ -12,8 +12,9 @@ from .warm_up import StepBounds, warm_up_layers
 
 MOST_TOKENS = 1025
 """More tokens of a step launch the same kernels."""
-RECORD_TOKENS = (1, 512)
-"""Tokens of the steps whose kernels over records are compiled: with splits, and without."""
+RECORD_TOKENS = (1, 2, 16, 512)
+"""Tokens of the steps whose kernels over records are compiled. Triton compiles one for a stride of
+1, one for multiples of 16 and one for other numbers. The last step has no splits."""
 
 
 def warm_up_sparse(

@@ -86,7 +86,7 @@ def recorded_sparse_impl(
     Args:
         base, recorder, reader, groups: as in `recorded_latent_impl`.
     """
-    recorded = recorded_latent_impl(base, recorder, reader, groups)
+    recorded: Any = recorded_latent_impl(base, recorder, reader, groups)
     if not hasattr(base, "find_slots"):
         return recorded
 
