@@ -1,8 +1,10 @@
 """Indexer: cheap scores of all keys of a sequence, and the positions of the largest ones.
 
-The write has a program per token, the scores have one per token and 64 keys, and the selection one
-per token. It finds the smallest score that is selected, and then takes all larger ones, and as many
-equal ones as are missing, from the lowest position on. The host reads nothing.
+The write has a program per token, and the scores have one per token and 64 keys. The selection is a
+few operations of torch: the smallest of the largest scores is a threshold. All scores above it are
+selected, and as many equal ones as are missing, from the lowest position on. The host reads
+nothing. A radix selection in one launch, with histograms of 11 bits, took 112 us for 4,096 keys and
+2,584 for 131,072, and these operations 84 and 140 (H200, triton 3.6).
 """
 
 from typing import Any
@@ -40,7 +42,7 @@ from ..kernels.sparse.indexer import (
     index_scores_kernel,
     write_indexer_kernel,
 )
-from ..kernels.sparse.select import select_positions
+from ..kernels.sparse.move_to_front import move_to_front
 from ..runtime.launcher import (
     INTERPRETED,
     check_launch,
@@ -154,11 +156,25 @@ def index_scores(
 def select_keys(scores: IndexScores, topk: int) -> Selected:
     """Return the positions of the largest scores of each token, in the order of positions."""
     check_select_keys(scores, topk)
-    check_launch(scores)
+    tokens, width = scores.shape
+    selected = scores.new_full((tokens, topk), -1, dtype=torch.int32)
+    taken = min(topk, width)
+    if not tokens or not taken:
+        return selected
     # step: leave out what has no score
+    has_score = scores > -torch.inf
+    scores = torch.where(has_score, scores, -torch.inf)
     # step: select the largest scores, and of equal ones the lowest positions
+    least = scores.topk(taken, dim=1, sorted=False).values.amin(1, keepdim=True)
+    above = scores > least
+    equal = (scores == least) & has_score
+    missing = taken - above.sum(1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(1) <= missing))
     # step: return them in the order of positions
-    return select_positions(scores, topk)
+    position = torch.arange(width, dtype=torch.int32, device=scores.device)
+    found = move_to_front(torch.where(chosen, position, -1))
+    selected[:, :taken] = found[:, :taken]
+    return selected
 
 
 def _choose_dot_dtype(dtype: torch.dtype) -> Any:

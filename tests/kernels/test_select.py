@@ -1,4 +1,4 @@
-"""The selection of keys in rows of more scores than a program reads at once."""
+"""The selection of keys in long rows, with equal scores, zeros of both signs, NaN and infinities."""
 
 from collections.abc import Callable
 

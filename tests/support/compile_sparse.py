@@ -43,11 +43,6 @@ def sparse_cases(twin: Any) -> Iterator[tuple[str, Callable[[], None]]]:
             torch.zeros(8, 2048, dtype=torch.int32),
         ),
     )
-    for width in (300, 4096, 131072):
-        yield (
-            f"selection, {width} keys",
-            lambda keys=width: twin.select_keys(torch.zeros(2, keys), 2048),
-        )
     for is_compact in (False, True):
         yield (
             f"slots of positions{', compact' * is_compact}",
