@@ -1,4 +1,4 @@
-"""The selection of keys in long rows, with equal scores, zeros of both signs, NaN and infinities."""
+"""The selection of keys in long rows, with equal scores, both zeros, NaN and infinities."""
 
 from collections.abc import Callable
 
