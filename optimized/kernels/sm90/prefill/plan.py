@@ -103,7 +103,7 @@ class PrefillPlan(Sm90Plan):
             packed = self.find_packed(call.max_query_len)
             is_narrow = takes_less_time(
                 self.config,
-                packed and packed.config,
+                None if packed is None else packed.config,
                 self.num_heads,
                 bounds,
                 processors,
