@@ -119,6 +119,13 @@ def after_the_token(rows: Any) -> Any:
     return rows
 
 
+def one_after_the_token(rows: Any) -> Any:
+    # row i is of position i
+    for position in range(len(rows) - 1):
+        rows[position, 0] = position + 1
+    return rows
+
+
 def too_few(rows: Any) -> Any:
     rows[:, 2] = -1
     return rows
@@ -133,6 +140,10 @@ SELECTIONS = [
     (
         after_the_token,
         r"position \d+ selects position 21, after it: expected at most \d+",
+    ),
+    (
+        one_after_the_token,
+        r"position \d+ selects position \d+, after it: expected at most \d+",
     ),
     (too_few, r"position \d+ selects \d+ of \d+ positions: expected \d+"),
 ]
