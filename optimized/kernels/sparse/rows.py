@@ -80,7 +80,7 @@ def pack_slots(
     return rows, starts, lens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["reqs", "max_blocks", "table_stride_req"])
 def convert_indices_kernel(
     req_id, block_table, positions, slots, counts, reqs, max_blocks, selected, req_stride,
     table_stride_req, table_stride_entry, positions_stride_token, positions_stride_entry,

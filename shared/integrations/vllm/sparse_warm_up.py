@@ -37,6 +37,9 @@ def warm_up_sparse(
         bounds: upper bounds of the engine's steps.
     """
     tokens, selected = buffer_size
+    nothing = torch.full((1, selected), -1, dtype=torch.int32, device=query.device)
+    req_id, table = nothing.new_zeros(1), nothing.new_zeros(1, 1)
+    run.convert_req_index_to_global_index(req_id, table, nothing, caches[0].shape[1])
     if caches[0].dtype == torch.uint8:
         for count in RECORD_TOKENS:
             rows = query.new_zeros(min(count, tokens), *query.shape[1:])
@@ -58,6 +61,8 @@ def warm_up_sparse(
         run.name, (key, value), query.shape[1], query.dtype,
         [replace(options, causal=False)], bounds, scale=scale,
     )  # fmt: skip
+    # rows of slots become a table by a kernel of their own
+    run.sparse_attention(query, *caches, nothing, scale, options=options)
 
 
 def _as_slots(cache: Tensor) -> Tensor:
