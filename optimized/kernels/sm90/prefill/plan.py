@@ -151,10 +151,12 @@ class PrefillPlan(Sm90Plan):
         if self.boxes[1][0] == SWIZZLE_ROWS.value:
             # `sm90 code prefill` may take longer requests, and copies their keys first
             lens.add(least)
-        for query_len in sorted(lens):
-            for division in (WIDE,) if self.narrow is None else (WIDE, NARROW):
-                of_tile = task._replace(division=division)
-                yield Warm(type(self).__name__, 1, query_len, keys, of_tile)
+        divisions = [(query_len, WIDE) for query_len in sorted(lens)]
+        if self.narrow is not None:
+            divisions.append((limits.max_query_len, NARROW))
+        for query_len, division in divisions:
+            of_tile = task._replace(division=division)
+            yield Warm(type(self).__name__, 1, query_len, keys, of_tile)
 
     def launch(self, call: AttentionCall, task: Task) -> None:
         """Compute all requests of more than `task.short_rows` rows."""
