@@ -18,10 +18,7 @@ def count_processors(device: torch.device) -> int:
 
 @cache
 def has_dependent_launches(device: torch.device) -> bool:
-    """Return whether a launch may begin before the one before it has ended.
-
-    Kernels for chips of compute capability 9.0 on may have the instructions for that.
-    """
+    """Return whether a chip has programmatic dependent launches: compute capability 9.0 on."""
     if INTERPRETED or device.type != "cuda":
         return False
     return torch.cuda.get_device_properties(device).major >= 9

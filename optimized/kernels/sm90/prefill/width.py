@@ -28,12 +28,12 @@ NARROW_SHARES = {2: 0.6, 3: 0.45}
 """Time of a KV tile with one warpgroup, divided by that with so many."""
 PACKED_SHARE = 0.9
 """Of the estimated time of packed tiles, below which narrow tiles of one head are chosen. Packed
-tiles have all query heads of a KV head, so they read its keys once. Over 47 batches with groups of
+tiles have all query heads of a KV head, so they read its keys once. Over 48 batches with groups of
 3 to 9, narrow tiles took 0.53 to 1.39 of the time of packed ones."""
 WIDE_START = 4.0
-"""What wide tiles take more per launch. As all of these, in KV tiles of a wide query tile."""
+"""What a launch of wide tiles takes besides, in KV tiles of a wide query tile."""
 WIDE_ENDS, NARROW_ENDS = 2.0, 1.0
-"""The begin and the end of a query tile."""
+"""The begin and the end of a query tile, in the same unit."""
 
 
 class PrefillBounds(NamedTuple):
